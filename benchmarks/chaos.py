@@ -65,7 +65,7 @@ def main() -> None:
             store_port=urlsplit(place.options["endpoint_url"]).port or 0,
             directory=place.url,
             storage_options=lambda port: through(place.options, port),
-            told=lambda line: print(line, file=sys.stderr, flush=True),
+            on_fault=lambda line: print(line, file=sys.stderr, flush=True),
         )
     unnamed = list(chaos.unnamed(soaked))
     show(table(soaked.ended.results))

@@ -135,7 +135,7 @@ def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any
 def ended(folder: Path, what: str, *numbers: int) -> list[list[float]]:
     with job(folder, what, *numbers) as running:
         code = running.wait("chief", 0, LIMIT_S)
-        assert code == 0, running.format_spread()
+        assert code == 0, running.output_ends()
     found: list[list[float]] = json.loads((folder / "found.json").read_text())
     return found
 

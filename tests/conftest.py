@@ -25,7 +25,7 @@ LONGEST_FIRST = (
     "tests/scenarios/test_killed_at_random.py",
     "tests/scenarios/test_killed_workers.py",
     "tests/scenarios/test_changed_workers.py",
-    "tests/scenarios/test_told_to_go.py",
+    "tests/scenarios/test_preempted_workers.py",
     "tests/scenarios/test_ray.py",
     "tests/scenarios/test_parameter_server.py",
     "tests/scenarios/test_log_of_workers.py",

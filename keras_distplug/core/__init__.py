@@ -1,1 +1,1 @@
-"""Plain values that every room shares. Standard library only."""
+"""Plain values that all subpackages share. Standard library only."""

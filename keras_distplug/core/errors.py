@@ -1,26 +1,26 @@
-"""Every error that keras_distplug raises on purpose.
+"""The errors that keras_distplug raises.
 
     DistplugError
-    ├── ConfigurationError (a ValueError)   argument or environment; always before training
+    ├── ConfigurationError (a ValueError)   invalid argument or environment; before training
     │   ├── ClusterError                    the environment describes no valid cluster
-    │   ├── VersionError                    a package is missing, too old, or has changed
+    │   ├── VersionError                    a package is missing, too old or incompatible
     │   ├── InUseError                      another process is training in the folder
     │   ├── ModelError                      the model cannot be placed under the strategy
-    │   └── DataError                       the data cannot be read or split as asked
+    │   └── DataError                       the data cannot be read or split as requested
     ├── CheckpointError
-    │   ├── CorruptCheckpointError          bytes on disk are not those that were committed
-    │   ├── OtherRunError                   the directory holds the run of another model
-    │   ├── NoCheckpointError               there is no such run, or no such checkpoint
-    │   ├── FencedError                     another process has taken the folder over
+    │   ├── CorruptCheckpointError          the bytes on disk are not those that were committed
+    │   ├── OtherRunError                   the directory holds a run of another model
+    │   ├── NoCheckpointError               the run or checkpoint does not exist
+    │   ├── FencedError                     another process has taken over the folder
     │   └── SaveError                       a checkpoint could not be committed
     ├── AgreementError                      a worker did not answer in time
-    ├── PeerLostError                       another worker is gone, and training with it
-    ├── MetadataError                       a cloud's metadata server did not answer properly
-    ├── NonFiniteError                      training does not get on for NaN or Inf
-    ├── Preempted                           training was told to go, and has saved
-    └── SupervisorError                     the workers could not be brought to their end
+    ├── PeerLostError                       another worker is gone, so training cannot continue
+    ├── MetadataError                       a cloud's metadata server gave no valid answer
+    ├── NonFiniteError                      training cannot continue because of NaN or Inf
+    ├── Preempted                           training was preempted, after saving a checkpoint
+    └── SupervisorError                     the supervisor could not stop the workers
 
-Each message says what was received, what was expected and what to do next.
+Every message says what was expected, what was received and what to do next.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from keras_distplug.core.printable import printable
 
 
 class DistplugError(Exception):
-    """Base of all errors of keras_distplug."""
+    """Base class of all keras_distplug errors."""
 
     def __str__(self) -> str:
-        # The message may quote a file from an untrusted folder.
+        # Messages may quote files from untrusted folders.
         return printable(super().__str__())
 
 
 class ConfigurationError(DistplugError, ValueError):
-    """An argument or the environment is not usable. Raised before any training."""
+    """An argument or the environment is invalid. Raised before training starts."""
 
 
 class ClusterError(ConfigurationError):
@@ -45,7 +45,7 @@ class ClusterError(ConfigurationError):
 
 
 class VersionError(ConfigurationError):
-    """A package is missing or too old, or lacks a private name that this release needs."""
+    """A package is missing, too old, or lacks a private name that this release needs."""
 
 
 class InUseError(ConfigurationError):
@@ -57,34 +57,34 @@ class ModelError(ConfigurationError):
 
 
 class DataError(ConfigurationError):
-    """The data cannot be read or split as asked."""
+    """The data cannot be read or split as requested."""
 
 
 class CheckpointError(DistplugError):
-    """Base of the errors about checkpoints."""
+    """Base class of errors about checkpoints."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes that were read are not the bytes that were committed."""
+    """The bytes on disk are not those that were committed."""
 
 
 class OtherRunError(CheckpointError):
-    """The directory holds the run of another model."""
+    """The directory holds a run of another model."""
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no such run, or no such checkpoint."""
+    """The run or the checkpoint does not exist."""
 
 
 class FencedError(CheckpointError):
-    """Another process has taken the folder over: this one saves nothing more.
+    """Another process has taken over the folder, so this one cannot save any more.
 
-    A process that ends with this error exits with code 93, which means "do not restart".
+    A process that this error terminates exits with code 93, "do not restart".
     """
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be committed. What was committed before is untouched."""
+    """A checkpoint could not be committed. Earlier checkpoints are unaffected."""
 
 
 class AgreementError(DistplugError):
@@ -92,25 +92,26 @@ class AgreementError(DistplugError):
 
 
 class PeerLostError(DistplugError):
-    """Another worker is gone, and training with it. All workers have to be started again.
+    """Another worker is gone, so training cannot continue. Restart all workers.
 
-    A process that ends with this error has the code 201, after its `atexit` functions, for which
-    there are 30 seconds. One that catches it ends with a code of its own, if TensorFlow comes to
-    its end in 30 seconds, and otherwise by SIGALRM, which is 142 to a shell.
+    A process that this error terminates exits with code 201, once its `atexit` functions have
+    finished, or after 30 seconds. If the script catches the error, it chooses its own exit code,
+    provided TensorFlow shuts down within 30 seconds; otherwise SIGALRM ends the process, which a
+    shell reports as 142.
     """
 
 
 class MetadataError(DistplugError):
-    """The metadata server of a cloud did not answer, or not as that cloud's does."""
+    """The metadata server of a cloud did not answer, or its answer is not valid for that cloud."""
 
 
 class NonFiniteError(DistplugError):
-    """Training does not get on: one update after another is not finite."""
+    """Training cannot continue: too many consecutive updates were not finite."""
 
 
 class Preempted(DistplugError):
-    """Training was told to go. Started again, it goes on from its newest checkpoint."""
+    """Training was preempted. When restarted, it resumes from its newest checkpoint."""
 
 
 class SupervisorError(DistplugError):
-    """The group of workers could not be brought to its end."""
+    """The supervisor could not stop its group of workers."""

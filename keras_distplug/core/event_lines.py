@@ -1,4 +1,4 @@
-"""Events as lines of JSON."""
+"""Writes and parses events as lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 from keras_distplug.core.events import VERSION, Entry, Event, OfReplica, Window, name_of
 from keras_distplug.core.hints import require_types
 
-_YEAR_9999, _MOST_MEASURED = 253_402_300_799, 1e15
-_MOST_TOLD = 200  # characters of what is wrong with a line
-_HUGE = re.compile(rb"\d{200}")  # which no float can hold the sum of some of
+_YEAR_9999, _MAX_MEASURED = 253_402_300_799, 1e15
+_MAX_REASON_CHARS = 200  # longest error message, in characters
+_HUGE = re.compile(rb"\d{200}")  # a sum of such numbers may exceed the largest float
 
 
 def to_line(entry: Entry) -> bytes:
-    said = {
+    """Returns `entry` as a line of strict JSON."""
+    fields = {
         "v": VERSION,
         "at": entry.at,
         "event": name_of(type(entry.event)),
@@ -28,67 +29,71 @@ def to_line(entry: Entry) -> bytes:
         "attempt": entry.attempt,
         **dataclasses.asdict(entry.event),
     }
-    return json.dumps(_finite(said), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return json.dumps(_finite(fields), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Entry | None:
-    """Parses a line of `to_line`. Returns None for an event that only other versions know.
+    """Parses a line that `to_line` wrote. Returns None for an event of another version.
 
     Raises:
-        ValueError: If no version writes such a line. The message says why.
+        ValueError: If no version writes such a line. The message gives the reason.
     """
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     try:
         if _HUGE.search(line):
             raise ValueError("a number has 200 digits or more")
-        said = json.loads(line, parse_constant=_refuse, parse_float=_number)
-        if not isinstance(said, dict):
-            raise ValueError("it is no object")
-        return _entry(said)
+        fields = json.loads(line, parse_constant=_refuse, parse_float=_number)
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+        return _entry(fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(said, dict) and type(version := said.get("v")) is int and version > VERSION:
+        if (
+            isinstance(fields, dict)
+            and type(version := fields.get("v")) is int
+            and version > VERSION
+        ):
             return None
         raise ValueError(_reason(error)) from None
 
 
-def _entry(said: Mapping[str, Any]) -> Entry | None:
-    require_types(_Said(said["v"], said["event"]))
-    kind = Event.kinds.get(said["event"])
+def _entry(fields: Mapping[str, Any]) -> Entry | None:
+    require_types(_Header(fields["v"], fields["event"]))
+    kind = Event.kinds.get(fields["event"])
     if kind is None:
         return None
-    values = _known(kind, said)
+    values = _known_fields(kind, fields)
     if kind is Window:
-        values["replicas"] = tuple(map(_of_replica, said.get("replicas", ())))
+        values["replicas"] = tuple(map(_of_replica, fields.get("replicas", ())))
     event = kind(**values)
     require_types(event)
-    entry = Entry(said["at"], said["source"], event, said.get("job"), said.get("attempt"))
+    entry = Entry(fields["at"], fields["source"], event, fields.get("job"), fields.get("attempt"))
     require_types(entry)
     if not 0 <= entry.at <= _YEAR_9999:
-        raise ValueError(f"`at` is no time: {entry.at:g}")
-    if strange := [name for name, value in said.items() if not _is_likely((name, value))]:
+        raise ValueError(f"`at` is not a valid time: {entry.at:g}")
+    if strange := [name for name, value in fields.items() if not _is_plausible((name, value))]:
         raise ValueError(f"`{strange[0]}` has an impossible value")
     return entry
 
 
 @dataclasses.dataclass(frozen=True)
-class _Said:
+class _Header:
     v: int
     event: str
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"there is no field {error}"
+        return f"field {error} is missing"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "it is no JSON"
-    told = str(error)
-    return told if len(told) <= _MOST_TOLD else f"{told[:_MOST_TOLD]}..."
+        return "it is not JSON"
+    reason = str(error)
+    return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}..."
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON's")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _number(text: str) -> float:
@@ -98,33 +103,33 @@ def _number(text: str) -> float:
     return value
 
 
-def _is_likely(said: tuple[str, Any]) -> bool:
+def _is_plausible(field: tuple[str, Any]) -> bool:
     """Returns False for impossible times and sizes, whose sums could overflow."""
-    name, value = said
+    name, value = field
     if isinstance(value, Mapping):
         return all(
-            _is_likely((name if name == "secs" else key, each)) for key, each in value.items()
+            _is_plausible((name if name == "secs" else key, each)) for key, each in value.items()
         )
     if isinstance(value, list):
-        return all(_is_likely((name, each)) for each in value)
+        return all(_is_plausible((name, each)) for each in value)
     is_measured = name == "secs" or name.endswith(("_secs", "_s", "_bytes"))
-    return not (is_measured and isinstance(value, int | float)) or abs(value) <= _MOST_MEASURED
+    return not (is_measured and isinstance(value, int | float)) or abs(value) <= _MAX_MEASURED
 
 
-def _of_replica(said: Mapping[str, Any]) -> OfReplica:
-    found = OfReplica(**_known(OfReplica, said))
+def _of_replica(fields: Mapping[str, Any]) -> OfReplica:
+    found = OfReplica(**_known_fields(OfReplica, fields))
     require_types(found)
     return found
 
 
-def _known(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class has of the fields of a line."""
-    names = _names_of_fields(kind)
-    return {name: _frozen(value) for name, value in said.items() if name in names}
+def _known_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those fields of a line that the class has."""
+    names = _field_names(kind)
+    return {name: _frozen(value) for name, value in fields.items() if name in names}
 
 
 @functools.cache
-def _names_of_fields(kind: type) -> frozenset[str]:
+def _field_names(kind: type) -> frozenset[str]:
     return frozenset(each.name for each in dataclasses.fields(kind))
 
 
@@ -133,7 +138,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,15 +1,15 @@
-"""What happens to a run, as one line of JSON each: from its workers, and from their supervisor.
+"""The events of a run, reported by its workers and their supervisor as lines of JSON.
 
 A line has `v` (the version of this format), `at` (seconds since 1970), `event`, `source` (a
 worker's name, or `"supervisor"`), `job` and `attempt` (of the supervisor, or null), and the fields
-of the event's class. The event's name is that of its class, in lower case, with underscores.
+of the event's class. The event's name is the name of its class in snake case.
 
     {"v": 1, "at": 1795461633.2, "event": "saved", "source": "worker-0", "job": null,
      "attempt": null, "step": 42, "secs": 0.31, "is_local": false}
 
-Readers ignore events and fields that they do not know. A field with a default may be missing, and
-so may `job` and `attempt`. A number that is not finite is null. A new field needs a default and no
-new version; a field that is removed or changes its meaning needs a new version.
+Readers ignore unknown events and fields. Fields with a default, `job` and `attempt` may be missing.
+Numbers that are not finite are written as null. Adding a field requires a default, but no new
+version; removing a field or changing its meaning requires a new version.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def name_of(kind: type[Event]) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """Base of what may happen."""
+    """Base class of events."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
 
@@ -37,26 +37,26 @@ class Event:
         Event.kinds[name_of(cls)] = cls
 
 
-# Of a worker's `fit`
+# Events of a worker's `fit`
 
 
 @dataclass(frozen=True)
 class Began(Event):
-    """`fit` has begun on a worker; its first epoch is about to.
+    """`fit` has started on a worker; its first epoch follows.
 
     Args:
-        session: The same for all workers of this `fit`, and no other one's.
-        rank: Of the worker.
-        workers: How many there are.
-        replicas: On all of them together.
-        host: Its machine.
-        pid: Its process.
-        strategy: The class of the `tf.distribute.Strategy`.
-        epochs: That `fit` was asked for.
-        step: Batches trained since the run began.
-        versions: Of packages.
-        resumes: Whether a run is kept that a `fit` after this one goes on with; without, each is a
-            training of its own.
+        session: ID of this `fit`, the same on all of its workers.
+        rank: Rank of the worker.
+        workers: Number of workers.
+        replicas: Number of replicas on all workers together.
+        host: Host name of the worker's machine.
+        pid: Process number of the worker.
+        strategy: Class name of the `tf.distribute.Strategy`.
+        epochs: The `epochs` argument of `fit`.
+        step: Number of batches trained since the start of the run.
+        versions: Versions of packages by name. Defaults to none.
+        resumes: True (the default) if checkpoints are saved, so that a later `fit` continues the
+            run; False if every `fit` is a separate training.
     """
 
     session: str
@@ -74,15 +74,15 @@ class Began(Event):
 
 @dataclass(frozen=True)
 class Restored(Event):
-    """A checkpoint was taken up.
+    """A worker has restored a checkpoint.
 
     Args:
-        step: Batches trained since the run began.
-        epoch: The one that comes next, or is under way.
-        batch: Batches that were trained of it.
-        checkpoint: Where it is.
-        is_local: Whether that is the worker's own machine.
-        secs: How long that took.
+        step: Number of batches trained since the start of the run.
+        epoch: The next epoch, or the current one if `batch` is not 0.
+        batch: Number of batches already trained in `epoch`.
+        checkpoint: Location of the checkpoint.
+        is_local: True if it is on the worker's own machine. Defaults to False.
+        secs: Duration of the restore in seconds. Defaults to 0.
     """
 
     step: int
@@ -95,7 +95,13 @@ class Restored(Event):
 
 @dataclass(frozen=True)
 class OfReplica:
-    """What a replica had in each step of a window, as in `StepReport`."""
+    """Timings of a replica in a window.
+
+    Args:
+        replica: Number of the replica.
+        compute_s: Typical computing time of a step, in seconds.
+        sync_s: Typical wait for other replicas in a step, in seconds. Defaults to None, unknown.
+    """
 
     replica: int
     compute_s: float
@@ -104,18 +110,18 @@ class OfReplica:
 
 @dataclass(frozen=True)
 class Window(Event):
-    """What a worker's time went to since the line before it of this kind, or since it began.
+    """Time spent by a worker since its previous window, or since its start.
 
     Args:
-        step: Batches trained since the run began, at its end.
-        steps: Of these in this window.
-        epoch: That it ends in.
-        secs: Seconds by `Category`; all there were.
-        step_s: A step, the median; None if there was none.
-        input_s: Waiting for data in a step, the mean; None if that is not known, and then `secs`
-            has none of it.
-        memory_bytes: Of the process.
-        replicas: The worker's own ones.
+        step: Number of batches trained since the start of the run, at the end of the window.
+        steps: Number of batches trained in the window.
+        epoch: Epoch at the end of the window.
+        secs: Seconds by `Category`; they add up to the duration of the window.
+        step_s: Median duration of a step in seconds. Defaults to None, if there was no step.
+        input_s: Mean time per step spent waiting for data, in seconds. Defaults to None, unknown;
+            `secs` then has no such time either.
+        memory_bytes: Memory of the process. Defaults to None, unknown.
+        replicas: Timings of the worker's own replicas. Defaults to none.
     """
 
     step: int
@@ -130,12 +136,12 @@ class Window(Event):
 
 @dataclass(frozen=True)
 class EpochEnded(Event):
-    """An epoch is over.
+    """An epoch has ended.
 
     Args:
-        epoch: Counted from 0, as Keras does.
-        step: Batches trained since the run began.
-        logs: Of the epoch.
+        epoch: Epoch, counted from 0 as in Keras.
+        step: Number of batches trained since the start of the run.
+        logs: Logs of the epoch.
     """
 
     epoch: int
@@ -148,11 +154,11 @@ class Saved(Event):
     """A checkpoint is complete.
 
     Args:
-        step: Of it.
-        secs: How long it took in the background.
-        is_local: Whether it is on the worker's own machine.
-        stall_secs: How long training stood still for it.
-        checkpoint_bytes: Of its arrays.
+        step: Step of the checkpoint.
+        secs: Duration of the save in the background, in seconds.
+        is_local: True if the checkpoint is on the worker's own machine. Defaults to False.
+        stall_secs: Time that training stopped for the save, in seconds. Defaults to 0.
+        checkpoint_bytes: Size of its arrays. Defaults to 0.
     """
 
     step: int
@@ -164,13 +170,13 @@ class Saved(Event):
 
 @dataclass(frozen=True)
 class SaveFailed(Event):
-    """There is no checkpoint.
+    """A checkpoint could not be saved.
 
     Args:
-        step: Of which it would have been.
-        in_a_row: How many have failed now.
-        is_local: As in `Saved`.
-        why: For people.
+        step: Step of the checkpoint.
+        in_a_row: Number of consecutive failures. Defaults to 1.
+        is_local: True if it was for the worker's own machine. Defaults to False.
+        why: Readable reason. Defaults to none.
     """
 
     step: int
@@ -181,7 +187,7 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True)
 class Quarantined(Event):
-    """A checkpoint was found damaged, and set aside."""
+    """A damaged checkpoint has been quarantined."""
 
     checkpoint: str
     why: str = ""
@@ -189,13 +195,13 @@ class Quarantined(Event):
 
 @dataclass(frozen=True)
 class Preempted(Event):
-    """The workers were told to go, and end this `fit`.
+    """The workers were preempted and end this `fit`.
 
     Args:
-        what: The signal, or the cloud's notice.
-        where: To whom.
-        is_user: Whether it was ctrl-C.
-        step: Of the newest checkpoint that this `fit` made; None if it made none.
+        what: The signal or the cloud's notice.
+        where: The worker that received it. Defaults to none.
+        is_user: True if it was ctrl-C. Defaults to False.
+        step: Step of the newest checkpoint of this `fit`. Defaults to None, no checkpoint.
     """
 
     what: str
@@ -206,17 +212,17 @@ class Preempted(Event):
 
 @dataclass(frozen=True)
 class SlowReplica(Event):
-    """A straggler was found, or is none any more.
+    """A straggler was found, or has recovered.
 
     Args:
         cause: `"compute"`, `"input"` or `"network"`.
-        rank: Of its worker.
-        where: Its name, and its machine.
-        own_s: What it takes.
-        replica: Its number; None where it is the worker's.
-        others_s: What the others take; None if there are none to compare with.
-        is_over: Whether it takes as long as others again.
-        what: For people.
+        rank: Rank of the worker.
+        where: Name and machine of the worker.
+        own_s: Its own time per step, in seconds.
+        replica: Number of the replica. Defaults to None, if the whole worker is slow.
+        others_s: The others' time per step, in seconds. Defaults to None, nothing to compare with.
+        is_over: True if it is as fast as the others again. Defaults to False.
+        what: Readable description. Defaults to none.
     """
 
     cause: str
@@ -231,19 +237,21 @@ class SlowReplica(Event):
 
 @dataclass(frozen=True)
 class UpdateLeftOut(Event):
-    """An update was not applied, for NaN, Inf or a spike.
+    """An update was skipped because of NaN, Inf or a spike.
 
     Args:
-        epoch: Counted from 0.
-        batch: In the epoch, counted from 0; None if that is not known.
-        in_a_row: How many updates in a row were not applied.
-        replicas: That it came from; none if it came from their sum alone.
-        where: The workers of these.
-        variable: Whose gradient is the first that is not finite; None if all are.
-        origin: What is not finite first; None if that is not known.
-        is_transient: Whether all was finite when it was computed once more.
-        score: How far the norm of the gradients is from others, where it is finite.
-        what: For people.
+        epoch: Epoch, counted from 0.
+        batch: Batch in the epoch, counted from 0. Defaults to None, unknown.
+        in_a_row: Number of consecutive skipped updates, including this one. Defaults to 1.
+        replicas: Numbers of the replicas that caused it. Defaults to none: only the sum of their
+            gradients is affected.
+        where: Workers of these replicas. Defaults to none.
+        variable: First variable with a non-finite gradient. Defaults to None, if all are finite.
+        origin: First non-finite value of the step. Defaults to None, unknown.
+        is_transient: True if everything was finite when computed again. Defaults to False.
+        score: Deviation of the gradients' norm from earlier norms. Defaults to None, if the norm
+            is not finite.
+        what: Readable description. Defaults to none.
     """
 
     epoch: int
@@ -260,12 +268,12 @@ class UpdateLeftOut(Event):
 
 @dataclass(frozen=True)
 class RolledBack(Event):
-    """The model was given the values of a checkpoint, and goes on with the batch that comes next.
+    """The model was rolled back to a checkpoint; training continues with the next batch.
 
     Args:
-        to_step: Of the checkpoint.
-        times: How often it was done in this `fit`.
-        why: For people.
+        to_step: Step of the checkpoint.
+        times: Number of rollbacks in this `fit`, including this one. Defaults to 1.
+        why: Readable reason. Defaults to none.
     """
 
     to_step: int
@@ -275,15 +283,15 @@ class RolledBack(Event):
 
 @dataclass(frozen=True)
 class Diverged(Event):
-    """Replicas do not have the same values any more.
+    """The weights of replicas have diverged.
 
     Args:
-        step: How many updates there were.
-        variable: The first that differs.
-        variables: How many do.
-        replicas: Those whose values are not those of most.
-        where: The workers of these.
-        what: For people.
+        step: Number of updates at the time of the comparison.
+        variable: First variable that differs.
+        variables: Number of variables that differ. Defaults to 1.
+        replicas: Numbers of the replicas that differ from the majority. Defaults to none.
+        where: Workers of these replicas. Defaults to none.
+        what: Readable description. Defaults to none.
     """
 
     step: int
@@ -296,45 +304,45 @@ class Diverged(Event):
 
 @dataclass(frozen=True)
 class Hung(Event):
-    """Training does not get on; the worker's process is ended, mostly."""
+    """Training hangs; usually, the worker's process is then killed."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class PeerLost(Event):
-    """Another worker is gone, and this `fit` ends with an error."""
+    """Another worker is gone, so this `fit` ends with an error."""
 
     who: str
 
 
 @dataclass(frozen=True)
 class Raised(Event):
-    """This `fit` has ended with an error that no other event tells of."""
+    """This `fit` has ended with an error that no other event reports."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Beat(Event):
-    """The worker's process is there, though there may be nothing else to tell for long."""
+    """The worker's process is alive. Written when there is nothing else to report."""
 
 
 @dataclass(frozen=True)
 class LinesLost(Event):
-    """Lines of this log could not be written for so long that some were given up."""
+    """Lines of this log were dropped, because they could not be written for too long."""
 
     lines: int
 
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """`fit` has reached its end.
+    """`fit` has finished.
 
     Args:
-        step: Batches trained since the run began.
-        epochs: That it was asked for.
-        stopped_early: Whether a callback ended it before that.
+        step: Number of batches trained since the start of the run.
+        epochs: The `epochs` argument of `fit`.
+        stopped_early: True if a callback stopped it before the last epoch. Defaults to False.
     """
 
     step: int
@@ -342,17 +350,17 @@ class Finished(Event):
     stopped_early: bool = False
 
 
-# Of a supervisor
+# Events of a supervisor
 
 
 @dataclass(frozen=True)
 class Started(Event):
-    """The processes of an attempt are started.
+    """The processes of an attempt have been started.
 
     Args:
-        workers: Their names: "worker-0", and "chief-0" and "ps-0" beside parameter servers.
-        slots: The places in the job that the workers among them have.
-        forked: Those of them that the fork server has started.
+        workers: Names of the processes: "worker-0"; with parameter servers also "chief-0", "ps-0".
+        slots: Places in the job that the workers occupy. Defaults to none.
+        forked: Names of those started by the fork server. Defaults to none.
     """
 
     workers: tuple[str, ...]
@@ -362,12 +370,13 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class Training(Event):
-    """All workers have trained their first batch of this attempt; beside parameter servers, the
-    chief has.
+    """All workers have trained their first batch of this attempt.
+
+    With parameter servers, only the chief's first batch counts.
 
     Args:
-        secs: Since the failure before; None in the first attempt.
-        after: That failure, for people.
+        secs: Seconds since the previous failure. Defaults to None, in the first attempt.
+        after: Readable description of that failure. Defaults to None.
     """
 
     secs: float | None = None
@@ -376,13 +385,13 @@ class Training(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """A worker has failed; of several, the first one is the cause of the others.
+    """A worker has failed. If several fail, the first one caused the others.
 
     Args:
-        worker: Its name.
-        cause: What kind of failure.
-        exit_code: As a shell has it.
-        what: For people.
+        worker: Name of the worker.
+        cause: Kind of failure.
+        exit_code: Exit code, as a shell reports it.
+        what: Readable description. Defaults to none.
     """
 
     worker: str
@@ -393,16 +402,17 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class StartedAgain(Event):
-    """A worker of a group with parameter servers has ended, and is started again alone: the others
-    go on. It is no failure of the attempt.
+    """One worker of a group with parameter servers has exited and is restarted.
+
+    The other processes keep running, so the attempt has not failed.
 
     Args:
-        worker: Its name.
-        cause: What kind of end.
-        exit_code: As a shell has it.
-        times: How often workers were started again in this attempt, this time included.
-        pause_secs: After so long.
-        what: For people.
+        worker: Name of the worker.
+        cause: Kind of exit.
+        exit_code: Exit code, as a shell reports it.
+        times: Number of such restarts in this attempt, including this one. Defaults to 1.
+        pause_secs: Delay before the restart, in seconds. Defaults to 0.
+        what: Readable description. Defaults to none.
     """
 
     worker: str
@@ -415,11 +425,11 @@ class StartedAgain(Event):
 
 @dataclass(frozen=True)
 class Again(Event):
-    """All workers are started again.
+    """All workers are restarted.
 
     Args:
-        pause_secs: After so long.
-        slots: Those of the workers.
+        pause_secs: Delay before the restart, in seconds. Defaults to 0.
+        slots: Places in the job that the workers occupy. Defaults to none.
     """
 
     pause_secs: float = 0.0
@@ -428,25 +438,25 @@ class Again(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The job is over."""
+    """The job has ended."""
 
     exit_code: int
     why: str = ""
 
 
-# As lines
+# Lines of a log
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An event, and when and where it was.
+    """An event with its time and source.
 
     Args:
-        at: `time.time()`.
-        source: The worker's name, or `SUPERVISOR`.
-        event: What it was.
-        job: Of the supervisor.
-        attempt: Of that job.
+        at: Time in seconds since 1970.
+        source: Name of the worker, or `SUPERVISOR`.
+        event: The event.
+        job: ID of the supervisor's job. Defaults to None, without a supervisor.
+        attempt: Number of the attempt in that job. Defaults to None, without a supervisor.
     """
 
     at: float

@@ -1,7 +1,7 @@
-"""With which codes a process of training ends, besides 0, and 1 for an error.
+"""Exit codes of a training process, in addition to 0 (success) and 1 (error).
 
-Codes from 128 on are what Kubeflow takes as worth another try, those below not. Deaths by a signal
-pass through.
+Kubeflow retries a process that exits with a code of 128 or more, and gives up below that. The exit
+status of a process killed by a signal is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import enum
 
 
 class ExitCode(enum.IntEnum):
-    """Of a process that says whether to start it again."""
+    """Exit codes that say whether to restart the process."""
 
-    DO_NOT_RESTART = 93  # it would fail in the same way each time
-    INTERRUPTED = 130  # by ctrl-C: never started again
-    PREEMPTED = 143  # told to go, and saved: start it again
-    HUNG = 200  # did not get on, by itself or with others: start it again
-    PEER_LOST = 201  # another worker is gone: start all of them again
+    DO_NOT_RESTART = 93  # it would fail in the same way every time
+    INTERRUPTED = 130  # by ctrl-C: never restarted
+    PREEMPTED = 143  # preempted after saving a checkpoint: restart it
+    HUNG = 200  # no progress, alone or together with its peers: restart it
+    PEER_LOST = 201  # another worker is gone: restart all workers

@@ -1,4 +1,4 @@
-"""Values that come from a file, compared with the type hints of the class that takes them."""
+"""Checks values read from a file against the type hints of their dataclass."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _LARGEST_FLOAT = int(sys.float_info.max)
 
 
 def require_types(instance: Any) -> None:
-    """Raises `TypeError`, which names the field, where a dataclass holds what its hints exclude.
+    """Checks that the fields of a dataclass match their type hints.
 
-    Known are `Any`, classes, unions, `Mapping[str, T]`, `list[T]` and `tuple[T, ...]`. Where a
-    `float` is expected an `int` will do, as JSON has it, if a float can hold it; a `bool` is
-    neither.
+    Supports `Any`, classes, unions, `Mapping[str, T]`, `list[T]` and `tuple[T, ...]`. As in JSON,
+    an `int` is a valid `float` if it is in a float's range. A `bool` is neither.
+
+    Raises:
+        TypeError: If a field does not match. The message names the field.
     """
     for name, hint, plain, check in _checks(instance.__class__):
         value = getattr(instance, name)
-        # Most are plain, and a log has a million of them.
+        # A fast path: a log has a million values, and most of them are of plain types.
         if value.__class__ not in plain and not check(value):
             shown = repr(value)
             shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
@@ -34,17 +36,17 @@ def require_types(instance: Any) -> None:
 def _checks(kind: type) -> tuple[tuple[str, str, frozenset[type], Check], ...]:
     hints = typing.get_type_hints(kind)
     return tuple(
-        (name, _told(hints[name]), _plain(hints[name]), _check(hints[name]))
+        (name, _describe(hints[name]), _plain(hints[name]), _check(hints[name]))
         for name in (field.name for field in dataclasses.fields(kind))
     )
 
 
-def _told(hint: Any) -> str:
+def _describe(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def _plain(hint: Any) -> frozenset[type]:
-    """Types whose values will do, whatever they are."""
+    """Returns the types of which all values match `hint`."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return frozenset[type]().union(*map(_plain, typing.get_args(hint)))
     return frozenset({hint} if hint in (int, str, bool, float, types.NoneType) else ())

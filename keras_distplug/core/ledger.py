@@ -1,4 +1,4 @@
-"""Where a worker's time goes."""
+"""Accounts for a worker's time by category."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections import defaultdict
 
 
 class Category(enum.StrEnum):
-    """What a second was spent on. Each belongs to one of them."""
+    """A use of time. Every second belongs to exactly one category."""
 
-    STEP = "step"  # productive: computing updates, for the first time
+    STEP = "step"  # productive: computing updates for the first time
     INPUT = "input"  # waiting for data
-    SYNC = "sync"  # waiting for other replicas, and for the sum of gradients
-    SAVE = "save"  # training stands still for a checkpoint
-    RESTORE = "restore"  # reading one
-    START_UP = "start_up"  # of a process, up to its first step, which is traced, with that
-    REDONE = "redone"  # trained already by an earlier attempt, left out, or rolled back
-    RECOVERY = "recovery"  # from the last that is known of an attempt to the next one's start
+    SYNC = "sync"  # waiting for other replicas and for the sum of gradients
+    SAVE = "save"  # training stopped for a checkpoint
+    RESTORE = "restore"  # reading a checkpoint
+    START_UP = "start_up"  # a process up to and including its first step, with tracing
+    REDONE = "redone"  # steps repeated after a restart, skipped, or rolled back
+    RECOVERY = "recovery"  # from the last sign of an attempt to the start of the next
     EVALUATION = "evaluation"  # validation
-    OTHER = "other"  # callbacks, the ends of epochs, nobody training
+    OTHER = "other"  # callbacks, epoch ends, and time without any training
 
 
 class Ledger:
-    """Puts down each moment to one category.
+    """Assigns elapsed time to categories.
 
     Args:
-        begun_s: When it begins, by the clock that all methods are given.
-        category: Of what comes then.
+        begun_s: Start time in seconds, by the clock used for all calls.
+        category: The initial category.
     """
 
     def __init__(self, begun_s: float, category: Category) -> None:
@@ -35,18 +35,18 @@ class Ledger:
         self._secs: defaultdict[Category, float] = defaultdict(float)
 
     def switch(self, category: Category, now_s: float) -> None:
-        """From `now_s` on, time goes to `category`."""
+        """Counts time from `now_s` as `category`."""
         self._secs[self._category] += now_s - self._since_s
         self._category, self._since_s = category, now_s
 
     def spent(self, category: Category, secs: float, now_s: float) -> None:
-        """The last `secs` went to `category`, and not to where they were put."""
+        """Moves the last `secs` from the current category to `category`."""
         self.switch(self._category, now_s)
         self._secs[self._category] -= secs
         self._secs[category] += secs
 
     def take(self, now_s: float) -> dict[Category, float]:
-        """All since it began, or since the last time."""
+        """Returns the seconds per category since the start or the last call."""
         self.switch(self._category, now_s)
         taken, self._secs = dict(self._secs), defaultdict(float)
         return taken
@@ -55,7 +55,7 @@ class Ledger:
 def split(
     secs: dict[Category, float], whole: Category, parts: dict[Category, float]
 ) -> dict[Category, float]:
-    """Moves what is known to be `parts` of `whole`, as far as there is so much."""
+    """Moves `parts` out of the category `whole`, at most as much as it holds."""
     found = dict(secs)
     for category, part_s in parts.items():
         moved_s = min(max(part_s, 0.0), max(found.get(whole, 0.0), 0.0))

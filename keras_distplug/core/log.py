@@ -1,4 +1,4 @@
-"""The one voice of the package: short lines that a person reads."""
+"""The package's log: short lines for people."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from keras_distplug.core.printable import printable
 
 
 def announce(message: str) -> None:
-    """Says `message` on standard output, or wherever the user sent the logger `keras_distplug`."""
+    """Logs `message` to standard output, or to where the user has sent logger `keras_distplug`."""
     _logger().info(printable(message))
 
 
 @functools.cache
 def advise(message: str) -> None:
-    """Says `message` once, by the logger `keras_distplug.advice`, which can be silenced alone."""
+    """Logs `message` once, to logger `keras_distplug.advice`, which can be silenced on its own."""
     _logger().getChild("advice").info(printable(message))
 
 
 def is_heard() -> bool:
-    """Whether anybody hears what is announced."""
+    """Returns True if announcements are logged."""
     return _logger().isEnabledFor(logging.INFO)
 
 
 def _logger() -> logging.Logger:
     logger = logging.getLogger("keras_distplug")
     if not logger.handlers and logger.level == logging.NOTSET:
-        # TensorFlow's absl puts a handler on the root logger that shows warnings only.
+        # The handler that TensorFlow's absl adds to the root logger shows warnings only.
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)

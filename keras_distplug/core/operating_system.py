@@ -1,6 +1,6 @@
-"""Operating systems other than Linux: what they lack, and what to use instead.
+"""Substitutes for features that operating systems other than Linux lack.
 
-Not run on macOS or Windows: tests remove the names that these systems lack.
+Not tested on macOS or Windows: the tests simulate them by removing the names that they lack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 
-# Windows opens files as text, which changes the ends of lines, unless told otherwise.
+# By default, Windows opens files in text mode, which converts line endings.
 BINARY = getattr(os, "O_BINARY", 0)
 
 
@@ -24,20 +24,23 @@ def signals(*names: str) -> tuple[signal.Signals, ...]:
 
 
 def flags(*names: str) -> int:
-    """Returns the flags of `os.open` of these names, as far as the system has them."""
+    """Returns the combined `os.open` flags of these names that the system has."""
     return functools.reduce(lambda found, name: found | getattr(os, name, 0), names, BINARY)
 
 
 def unsuspended_s() -> float:
-    """Returns the time of a clock that keeps running while the machine is suspended, if any."""
+    """Returns the time in seconds of a clock that also runs while the machine is suspended.
+
+    If the system has no such clock, returns `time.monotonic()`.
+    """
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 def missing() -> list[str]:
-    """Returns what a single process does without on this system."""
+    """Returns the limitations of a single process on this system."""
     lost = {
-        "a process that hangs in C code is not ended": hasattr(os, "pidfd_open"),
+        "a process that hangs in C code is not killed": hasattr(os, "pidfd_open"),
         "only heartbeats show that another process uses the folder": _has_boot_id(),
         "a power failure may lose the newest checkpoint": hasattr(os, "O_DIRECTORY"),
         "SIGUSR1 and SIGUSR2 do not exist": hasattr(signal, "SIGUSR1"),
@@ -47,7 +50,7 @@ def missing() -> list[str]:
 
 @functools.cache
 def announce_missing() -> None:
-    """Says once per process, in one line, what is missing on this system, if anything is."""
+    """Logs the limitations of this system in one line, once per process, if there are any."""
     if lost := missing():
         announce(f"limits on {platform.system()}: {'; '.join(lost)}")
 
@@ -61,8 +64,8 @@ def require_supervision() -> None:
     if not (hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal") and _has_boot_id()):
         raise ConfigurationError(
             "Expected Linux 5.3 or newer, with /proc and a Python that has os.pidfd_open, for "
-            f"`keras-distplug run`. Received: {platform.platform()}. Start the script itself, in "
-            "one process, or run the command on a Linux machine."
+            f"`keras-distplug run`. Received: {platform.platform()}. Run the script directly, in "
+            "a single process, or run the command on a Linux machine."
         )
 
 

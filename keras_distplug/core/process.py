@@ -1,4 +1,4 @@
-"""Processes: this one, and whether another one is still alive."""
+"""Identifies this process, and checks whether another one is still alive."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ _POD = re.compile(r"/pods/([0-9a-f-]{36})/containers/([^/\s]+)/")
 
 
 def started_at() -> float:
-    """Returns when this process started, in seconds since 1970, or when this module was imported
-    if the operating system doesn't say."""
+    """Returns the start time of this process, in seconds since 1970.
+
+    If the operating system does not provide it, returns the time this module was imported.
+    """
     ticks, _ = _look_at(os.getpid()) or (None, "")
     try:
         with open("/proc/uptime", encoding="ascii") as file:
             up_s = float(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return _IMPORTED_AT
-    # A forked process has not imported this itself.
+    # A forked process has inherited this module, and its import time, from its parent.
     return _IMPORTED_AT if ticks is None else time.time() - max(0.0, up_s - _seconds(ticks))
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, as others can find it again.
+    """A process, described so that other processes can identify it.
 
     Args:
-        host: The name of its machine.
-        pid: Its number there.
-        started_utc: When it started, ISO 8601.
-        boot: Different for every machine, and every time one is booted; empty if unknown.
-        namespace: In which its number counts: containers have their own.
-        ticks: When it started, in ticks since its machine was booted; -1 if unknown.
-        pod: Its Kubernetes pod and its container's name there; empty if it is in none.
-        job: What a supervisor or scheduler started it for; empty if none did.
-        attempt: The number of that start.
+        host: Host name of its machine.
+        pid: Process number.
+        started_utc: Start time, ISO 8601.
+        boot: Boot ID of its machine, different after every reboot; empty if unknown.
+        namespace: PID namespace in which `pid` is valid: every container has its own.
+        ticks: Start time in clock ticks since the machine booted; -1 if unknown.
+        pod: Kubernetes pod and container name; empty outside Kubernetes.
+        job: Job of the supervisor or scheduler that started it; empty without one.
+        attempt: Number of this start within the job.
     """
 
     host: str
@@ -61,11 +63,12 @@ class Process:
 
 
 def this_process(environ: Mapping[str, str] = os.environ, mounts: str | None = None) -> Process:
-    """Returns what others need to know of this process.
+    """Returns the description of this process.
 
     Args:
-        environ: Its environment.
-        mounts: What Linux says of its mounts. Defaults to `/proc/self/mountinfo`.
+        environ: Environment variables. Defaults to `os.environ`.
+        mounts: Mount table in the format of Linux. Defaults to the content of
+            `/proc/self/mountinfo`.
     """
     started = datetime.datetime.fromtimestamp(started_at(), datetime.UTC)
     ticks, _ = _look_at(os.getpid()) or (-1, "")
@@ -79,7 +82,7 @@ def this_process(environ: Mapping[str, str] = os.environ, mounts: str | None = N
         with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
             mounts = file.read()
     host = socket.gethostname()
-    job, attempt = _job_in(environ)
+    job, attempt = _read_job(environ)
     return Process(
         host=host,
         pid=os.getpid(),
@@ -87,44 +90,43 @@ def this_process(environ: Mapping[str, str] = os.environ, mounts: str | None = N
         boot=boot,
         namespace=namespace,
         ticks=ticks,
-        pod=_pod_in(mounts),
+        pod=_parse_pod(mounts),
         job=job,
         attempt=attempt,
     )
 
 
 def is_alive(process: Process, here: Process) -> bool | None:
-    """Returns whether a process is alive; None if that cannot be seen from here.
+    """Returns True if `process` is alive, False if it is not, None if that is unknown here.
 
     Args:
-        process: The process.
-        here: This one.
+        process: The process in question.
+        here: The calling process.
     """
     if process.job and process.job == here.job and process.attempt < here.attempt:
         return False  # its scheduler has ended it
     if not process.boot or process.boot != here.boot:
         return None
     if process.namespace != here.namespace:
-        # Kubernetes starts a container again once it has ended.
+        # Kubernetes restarts a container only after it has exited.
         return False if process.pod and process.pod == here.pod else None
     found = _look_at(process.pid)
     if found is None:
-        return None if _exists(process.pid) else False  # it may be another user's, and hidden
+        return None if _exists(process.pid) else False  # another user's may be hidden
     ticks, state = found
     if ticks != process.ticks or state in "ZX":
         return False
     return None if state in "Tt" else True  # stopped: it may never be continued
 
 
-def _pod_in(mounts: str) -> str:
-    """The pod, and the container's name in it, from the file that the kubelet mounts there for
-    the container's last words."""
+def _parse_pod(mounts: str) -> str:
+    """Returns "pod/container", from the path of the termination-log file the kubelet mounts."""
     found = _POD.search(mounts)
     return "/".join(found.groups()) if found else ""
 
 
-def _job_in(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The job that this process was started for, and the number of that start."""
+def _read_job(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Returns the job that started this process, and the number of this start."""
     if JOB in environ:
         return environ[JOB], int(environ.get(ATTEMPT, "0"))
     if "SLURM_JOB_ID" in environ:
@@ -136,10 +138,10 @@ def _job_in(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _look_at(pid: int) -> tuple[int, str] | None:
-    """When a process of this machine started, in ticks, and its state; None if it isn't seen."""
+    """Returns a local process's start time in ticks, and its state; None if it is not visible."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            # The name of the program, in brackets, may contain spaces.
+            # The program's name, in parentheses, may contain spaces.
             fields = file.read().rpartition(")")[2].split()
         return int(fields[19]), fields[0]
     except (OSError, ValueError, IndexError):

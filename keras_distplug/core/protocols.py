@@ -1,4 +1,4 @@
-"""The seams between the rooms."""
+"""Interfaces between subpackages."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import Protocol
 
 
 class Exchange(Protocol):
-    """Short texts between the workers of one run. Never a collective: safe in any thread."""
+    """Short messages between the workers of a run. Never a collective: safe in any thread."""
 
     def tell(self, topic: str, text: str) -> None:
-        """Says `text` to all other workers, once for each `topic`.
+        """Sends `text` to all other workers, once per `topic`.
 
         Raises:
-            AgreementError: If that is not possible.
+            AgreementError: If the message cannot be sent.
         """
         ...
 
     def hear(self, topic: str, timeout_s: float) -> str:
-        """Waits for what another worker says.
+        """Waits up to `timeout_s` seconds for another worker's message.
 
         Raises:
-            AgreementError: If it says nothing in time, or is gone.
+            AgreementError: If no message arrives in time, or the worker is gone.
         """
         ...
 
     def forget(self, topic: str) -> None:
-        """Makes room: of what was told of `topic`, and of all topics below it.
+        """Deletes the messages of `topic` and of all topics below it.
 
         Raises:
-            AgreementError: If that is not possible.
+            AgreementError: If they cannot be deleted.
         """
         ...

@@ -1,7 +1,7 @@
-"""Who reports events, and who hears of them, in this process.
+"""Reports events to listeners in this process.
 
-As with `logging`, those who report do not know who listens: a callback may be given with others or
-alone.
+As with `logging`, the reporting code does not know the listener: every callback works on its own
+and together with others.
 """
 
 from __future__ import annotations
@@ -17,30 +17,34 @@ from keras_distplug.core.ledger import Category
 
 
 class Listener(Protocol):
-    """Hears what happens. Neither method may raise, or wait for a storage."""
+    """Receives events. Its methods must not raise, nor wait for storage."""
 
     def hear(self, event: Event) -> None:
-        """From any thread."""
+        """Receives an event. May be called from any thread."""
         ...
 
     def spent(self, category: Category, secs: float) -> None:
-        """So much of the time until now went to that. From the thread that trains."""
+        """Receives the last `secs` seconds' category. Called from the training thread."""
         ...
 
 
-# By weak references: an error may end a `fit` whose listener nobody ends, and which must not keep a
+# Weak references: an error may end a `fit` without removing its listener, which must not keep a
 # model in memory.
 _listeners: tuple[weakref.ref[Listener], ...] = ()
 
 
 def listen(listener: Listener) -> None:
-    """Tells `listener`, and none that came before, of all that is reported, as long as it is there
-    or until `listen_no_more`: a callback of one `fit` may call another `fit`."""
+    """Sends all reports to `listener` instead of earlier ones, until `listen_no_more`.
+
+    Listeners form a stack, because a callback of one `fit` may call another `fit`. A listener that
+    is garbage-collected is removed.
+    """
     global _listeners
     _listeners = (*_without(listener), weakref.ref(listener))
 
 
 def listen_no_more(listener: Listener) -> None:
+    """Removes `listener`; the one before it receives reports again."""
     global _listeners
     _listeners = _without(listener)
 
@@ -50,22 +54,23 @@ def _without(listener: Listener) -> tuple[weakref.ref[Listener], ...]:
 
 
 def listeners() -> list[Listener]:
-    """Those that are there, the one that hears last."""
+    """Returns the live listeners; the last one receives reports."""
     return [listener for each in _listeners if (listener := each()) is not None]
 
 
 def report(event: Event) -> None:
+    """Sends `event` to the current listener, if any."""
     for listener in listeners()[-1:]:
         listener.hear(event)
 
 
 @contextmanager
 def time_spent(category: Category) -> Iterator[None]:
-    """Reports what its body takes. In the thread that trains."""
-    begun_s = time.perf_counter()
+    """Reports the duration of its body. For the training thread only."""
+    start_s = time.perf_counter()
     try:
         yield
     finally:
-        secs = time.perf_counter() - begun_s
+        secs = time.perf_counter() - start_s
         for listener in listeners()[-1:]:
             listener.spent(category, secs)

@@ -1,4 +1,4 @@
-"""What a run is at one instant."""
+"""The state of a run at one point of its training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in a run.
+    """A position in a run.
 
     Args:
-        epoch: The epoch that comes next, or is under way when `batch` is not 0.
-        batch: Batches already trained in `epoch`.
-        step: Batches trained since the run began.
+        epoch: The next epoch, or the current one if `batch` is not 0.
+        batch: Number of batches already trained in `epoch`.
+        step: Number of batches trained since the start of the run.
     """
 
     epoch: int
@@ -30,11 +30,11 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Completion:
-    """How a run ended.
+    """The outcome of a finished run.
 
     Args:
-        epochs: The `epochs` that `fit` was asked for.
-        stopped_early: True when a callback set `stop_training` before that.
+        epochs: The `epochs` argument of `fit`.
+        stopped_early: True if a callback set `stop_training` before the last epoch.
     """
 
     epochs: int
@@ -43,24 +43,24 @@ class Completion:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
-        cursor: Where the run stands.
-        arrays: Variables by key (`"model/conv2d/kernel"`), in the model's order. Each value is
-            anything `numpy.asarray` takes.
-        history: Keras' `History.history` up to here, JSON-able.
-        history_epochs: Keras' `History.epoch` up to here.
-        metrics: Those of the logs at this point that are numbers; by them the best checkpoints are
-            kept.
-        other_logs: The rest of the logs, JSON-able.
-        data: Position of the input pipeline, JSON-able; empty when it is not known.
-        stop_training: True if a callback has asked for the end of training at this point.
-        completion: Set once the run has reached its end.
-        how_built: What makes the model's variables without data, JSON-able.
-        callbacks: What other callbacks know, JSON-able; the arrays in it are among `arrays`.
-        random: The random generators of each worker's process, JSON-able; needed on the worker that
-            writes the manifest.
+        cursor: Position in the run.
+        arrays: Variables by key (`"model/conv2d/kernel"`), in the model's order; values are
+            anything that `numpy.asarray` accepts.
+        history: Keras' `History.history` so far, JSON-serializable.
+        history_epochs: Keras' `History.epoch` so far.
+        metrics: The numeric logs at this point; they determine the best checkpoints.
+        other_logs: The remaining logs, JSON-serializable.
+        data: Position of the input pipeline, JSON-serializable; empty if unknown.
+        stop_training: True if a callback has requested the end of training at this point.
+        completion: How the run ended; None until it is complete.
+        how_built: Configuration that creates the model's variables without data,
+            JSON-serializable.
+        callbacks: State of other callbacks, JSON-serializable; its arrays are in `arrays`.
+        random: State of every worker's random generators, JSON-serializable; required only on the
+            worker that writes the manifest.
     """
 
     cursor: Cursor

@@ -1,6 +1,6 @@
-"""What a supervisor and the workers it started tell each other.
+"""The interface between a supervisor and its workers.
 
-A few environment variables one way, one small file per worker the other way.
+The supervisor passes environment variables to the workers; every worker reports in a small file.
 
 Standard library only: the supervisor and every worker import this before TensorFlow.
 """
@@ -21,20 +21,20 @@ JOB = "KERAS_DISTPLUG_JOB"
 ATTEMPT = "KERAS_DISTPLUG_ATTEMPT"
 STATUS_DIR = "KERAS_DISTPLUG_STATUS_DIR"
 DEVICES_PER_WORKER = "KERAS_DISTPLUG_DEVICES_PER_WORKER"
-JOINED_BY = "KERAS_DISTPLUG_JOINED_BY"  # the process that joins; its own subprocesses do not
-FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # in the fork server: what scripts set, as JSON
+JOINED_BY = "KERAS_DISTPLUG_JOINED_BY"  # the process that joins; its subprocesses do not join
+FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # in the fork server: variables set by scripts, as JSON
 
 
 class Phase(enum.StrEnum):
-    """How far a worker has come. A worker reports each phase as it reaches it."""
+    """The progress of a worker. A worker reports every phase when it reaches it."""
 
     JOINED = "joined"  # the cluster is formed
-    FITTING = "fitting"  # `fit` has begun, no batch is done yet
-    TRAINING = "training"  # the first batch of this attempt is done
-    PREEMPTED = "preempted"  # told to go, behind a checkpoint of this attempt
-    HUNG = "hung"  # training did not get on
-    REFUSED = "refused"  # what it was given cannot be trained, however often it is started
-    COMPLETED = "completed"  # the last `fit` reached its end and recorded it
+    FITTING = "fitting"  # `fit` has started; no batch is complete yet
+    TRAINING = "training"  # the first batch of this attempt is complete
+    PREEMPTED = "preempted"  # preempted after saving a checkpoint in this attempt
+    HUNG = "hung"  # training made no progress
+    REFUSED = "refused"  # the script's input cannot be trained; restarts would not help
+    COMPLETED = "completed"  # the last `fit` finished and recorded it
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Status:
     """One worker's report.
 
     Args:
-        phase: How far it has come.
-        since: For each phase reached, `time.time()` of that moment.
-        why: What there is to say of the last one.
+        phase: The latest phase.
+        since: Time at which every phase was reached, in seconds since 1970.
+        why: Explanation of the latest phase. Defaults to none.
     """
 
     phase: Phase
@@ -54,13 +54,14 @@ class Status:
 
 @dataclass(frozen=True)
 class Supervised:
-    """The contract between a supervisor and one worker.
+    """The contract between a supervisor and a worker.
 
     Args:
-        job: The same for all attempts of one `keras-distplug run`.
-        attempt: 0 for the first start, one more for each restart.
-        status_dir: Where workers report. A new folder for each attempt.
-        devices_per_worker: Devices each worker uses; None leaves that to TensorFlow.
+        job: ID shared by all attempts of one `keras-distplug run`.
+        attempt: 0 for the first start, incremented by every restart.
+        status_dir: Folder for the reports of the workers, a new one for every attempt.
+        devices_per_worker: Number of devices that every worker uses. Defaults to None, which
+            leaves the choice to TensorFlow.
     """
 
     job: str
@@ -76,7 +77,7 @@ class Supervised:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Supervised | None:
-        """The contract this process was started under, or None if nobody supervises it."""
+        """Returns the contract of this process, or None if it has no supervisor."""
         if JOB not in environ:
             return None
         devices = environ.get(DEVICES_PER_WORKER)
@@ -90,28 +91,28 @@ class Supervised:
     def report(self, worker: str, phase: Phase, why: str = "") -> None:
         """Records that `worker` (`"worker-1"`) has reached `phase`.
 
-        A report that cannot be written is a warning: training has not failed. Without the last one
-        the supervisor starts the job again, which then finds itself finished.
+        If the report cannot be written, it warns only, because training has not failed. Without
+        the final report, the supervisor restarts the job, which then finds its run complete.
         """
         before = self.read(worker)
         since = {**(before.since if before else {}), phase: time.time()}
         _replace(
             self._path(worker),
             {"phase": phase, "since": since, "why": why},
-            f"{worker} could not tell its supervisor that it is {phase}",
+            f"{worker} could not report phase `{phase}` to its supervisor",
         )
 
     def saved(self, run: str, step: int) -> None:
-        """Records that there is a checkpoint. From any thread, of the chief.
+        """Records a new checkpoint. Called by the chief, from any thread.
 
         Args:
-            run: Where it is.
-            step: Steps since the run began.
+            run: Location of the run.
+            step: Number of steps since the start of the run.
         """
         try:
             self.status_dir.mkdir(parents=True, exist_ok=True)
             line = json.dumps({"run": run, "step": step}) + "\n"
-            # In one piece: local checkpoints and others may be complete at the same moment.
+            # In a single write: a local and a regular checkpoint may be completed simultaneously.
             file = os.open(self._saves, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 os.write(file, line.encode())
@@ -119,12 +120,12 @@ class Supervised:
                 os.close(file)
         except OSError as error:
             warnings.warn(
-                f"The supervisor could not be told of the checkpoint of step {step}: {error}",
+                f"The checkpoint of step {step} could not be reported to the supervisor: {error}",
                 stacklevel=2,
             )
 
     def newest_saves(self) -> dict[str, int]:
-        """The step of the newest checkpoint that was made in this attempt, for each run."""
+        """Returns the step of the newest checkpoint of this attempt, for every run."""
         try:
             lines = self._saves.read_text().splitlines()
         except OSError:
@@ -135,30 +136,30 @@ class Supervised:
                 found = json.loads(line)
                 run, step = str(found["run"]), int(found["step"])
             except (ValueError, KeyError, TypeError):
-                continue  # the disk was full
+                continue  # truncated, because the disk was full
             newest[run] = max(step, newest.get(run, step))
         return newest
 
     def logs_to(self, url: str, folder: str, storage_options: Mapping[str, Any]) -> None:
-        """Records where the log of the run is, which the supervisor adds its own to.
+        """Records the location of the run's log, to which the supervisor adds its own file.
 
         Args:
-            url: The directory of the run.
-            folder: In that.
-            storage_options: For it. What is not JSON is for this process only: the supervisor then
-                tries without any.
+            url: Directory of the run.
+            folder: Folder of the log in `url`.
+            storage_options: Options for the store. If they are not JSON-serializable, they cannot
+                be passed on, and the supervisor tries without options.
         """
         options = dict(storage_options)
         try:
             json.dumps(options)
         except TypeError:
             options = {}
-        # There may be a password among the options.
-        failure = f"The supervisor could not be told of the log in {url}"
+        # The options may contain a password.
+        failure = f"The log in {url} could not be reported to the supervisor"
         _replace(self._logs, [url, folder, options], failure, mode=0o600)
 
     def logs(self) -> tuple[str, str, Mapping[str, Any]] | None:
-        """What `logs_to` was given in this attempt."""
+        """Returns the arguments of `logs_to` in this attempt, or None."""
         try:
             url, folder, options = json.loads(self._logs.read_text())
         except (OSError, ValueError):
@@ -166,13 +167,19 @@ class Supervised:
         return url, folder, options
 
     def report_settings(self, settings: Mapping[str, str]) -> None:
-        """Records environment variables that the script has set before it imported this package,
-        for the fork server, which imports TensorFlow with them. Without them, the server's workers
-        would notice the difference and start over."""
-        _replace(self._settings, dict(settings), f"The fork server will not know {settings}")
+        """Records environment variables that the script set before it imported this package.
+
+        The fork server imports TensorFlow with them. Otherwise the workers it forks would notice
+        the difference and start over.
+        """
+        _replace(
+            self._settings,
+            dict(settings),
+            f"{settings} could not be reported to the fork server",
+        )
 
     def settings(self) -> dict[str, str]:
-        """What `report_settings` was given in this attempt."""
+        """Returns the settings reported in this attempt."""
         try:
             return {
                 str(name): str(value)
@@ -182,22 +189,22 @@ class Supervised:
             return {}
 
     def pulse_of(self, worker: str) -> Path:
-        """The file that a worker touches while it can run Python; its process's number is in it."""
+        """Returns a file that holds a worker's PID; the worker touches it while Python can run."""
         return self.status_dir / f"{worker}.pulse"
 
     def start_pulse(self, worker: str) -> Path:
-        """Creates the file of `pulse_of` for this process.
+        """Creates the file `pulse_of(worker)` for this process.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: If the file cannot be written.
         """
-        # If the process is stopped during this, an empty file would hide that from the
-        # supervisor.
+        # The file appears with its content: an empty one would hide from the supervisor that the
+        # process was stopped meanwhile.
         _replace_text(self.pulse_of(worker), str(os.getpid()))
         return self.pulse_of(worker)
 
     def read(self, worker: str) -> Status | None:
-        """The last report of `worker`, or None if there is none that can be read."""
+        """Returns the last report of `worker`, or None if it is missing or unreadable."""
         try:
             found = json.loads(self._path(worker).read_text())
             return Status(
@@ -209,7 +216,7 @@ class Supervised:
             return None
 
     def forget(self, worker: str) -> None:
-        """Removes what a worker has told that is gone, for the one that takes its place."""
+        """Removes the reports of a worker that has exited, before another takes its place."""
         for path in (self._path(worker), self.pulse_of(worker)):
             path.unlink(missing_ok=True)
 
@@ -230,8 +237,8 @@ class Supervised:
 
 
 def _replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Writes `text` so that a reader sees it whole or not at all."""
-    # Several threads of a process write here, each another file.
+    """Writes `text` atomically: a reader sees all of it or nothing."""
+    # Several threads of a process may write, but always different files.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with open(file, "w", encoding="utf-8") as opened:
@@ -239,10 +246,10 @@ def _replace_text(path: Path, text: str, mode: int = 0o666) -> None:
     os.replace(temporary, path)
 
 
-def _replace(path: Path, said: Any, failure: str, mode: int = 0o666) -> None:
-    """Writes `said` so that a reader sees it whole or not at all; warns of `failure` otherwise."""
+def _replace(path: Path, content: Any, failure: str, mode: int = 0o666) -> None:
+    """Writes `content` as JSON, atomically; warns with `failure` if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace_text(path, json.dumps(said), mode)
+        _replace_text(path, json.dumps(content), mode)
     except OSError as error:
         warnings.warn(f"{failure}: {error}", stacklevel=3)

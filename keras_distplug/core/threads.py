@@ -1,4 +1,4 @@
-"""Threads for what may hang."""
+"""Threads for calls that may hang."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ T = TypeVar("T")
 
 
 def before_threads_end(act: Callable[[], object]) -> None:
-    """Has `act` called when the process ends, while threads can still be started, as the libraries
-    of stores do: `atexit` itself comes behind that."""
+    """Registers `act` to be called when the process exits, while threads can still be started.
+
+    Storage libraries start threads; functions registered with `atexit` run too late for that.
+    """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(act)
 
 
 def in_daemon(action: Callable[[], T], name: str) -> Future[T]:
-    """Runs `action` in a thread that does not keep the process from its end, as one of
-    `concurrent.futures` does, be it that a storage hangs.
+    """Runs `action` in a daemon thread, which does not delay the exit of the process.
+
+    Threads of `concurrent.futures` do, so a hanging store would block the exit.
 
     Raises:
-        RuntimeError: In a process that has begun to end.
+        RuntimeError: If the process is already exiting.
     """
     done: Future[T] = Future()
 
@@ -38,10 +41,15 @@ def in_daemon(action: Callable[[], T], name: str) -> Future[T]:
 
 
 def within(timeout_s: float, action: Callable[[], T], name: str) -> T:
-    """Returns the result of `action`, which is left behind in its thread if it takes too long.
+    """Returns the result of `action`, run in a daemon thread.
+
+    Args:
+        timeout_s: Seconds to wait for it. After that the thread is abandoned, not stopped.
+        action: The function to call.
+        name: The name of the thread.
 
     Raises:
-        TimeoutError: If it does.
+        TimeoutError: If `action` takes longer than `timeout_s`.
     """
     done = in_daemon(action, name)
     try:

@@ -1,4 +1,4 @@
-"""After how long a worker that does not answer counts as lost."""
+"""Timeouts after which an unresponsive worker counts as lost."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from keras_distplug.core.errors import ConfigurationError
 HEARTBEAT = "KERAS_DISTPLUG_HEARTBEAT_TIMEOUT"
 COLLECTIVE = "KERAS_DISTPLUG_COLLECTIVE_TIMEOUT"
 
-_LEAST_S = 1.0  # what a busy machine may well take for a heartbeat
+_MIN_S = 1.0  # a heartbeat may take this long on a busy machine
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time-outs of TensorFlow's cluster, the same on all workers. None leaves one to TensorFlow.
+    """Timeouts of TensorFlow's cluster, the same on all workers.
 
     Args:
-        heartbeat_secs: How long a worker may send no heartbeat.
-        collective_secs: How long workers may wait for each other within a step.
+        heartbeat_secs: Seconds after which a worker without heartbeats is lost. Defaults to None,
+            TensorFlow's own timeout.
+        collective_secs: Seconds that workers wait for each other within a step. Defaults to None,
+            TensorFlow's own timeout.
+
+    Raises:
+        ConfigurationError: If a timeout is below 1 s or not finite.
     """
 
     heartbeat_secs: float | None = None
@@ -32,14 +37,14 @@ class Timeouts:
             ("heartbeat", self.heartbeat_secs),
             ("collective", self.collective_secs),
         ):
-            if secs is not None and not _LEAST_S <= secs < math.inf:
+            if secs is not None and not _MIN_S <= secs < math.inf:
                 raise ConfigurationError(
-                    f"Expected the {what} time-out to be at least {_LEAST_S:g} s, and finite. "
+                    f"Expected the {what} timeout to be finite and at least {_MIN_S:g} s. "
                     f"Received: {secs!r}"
                 )
 
     def or_else(self, other: Timeouts) -> Timeouts:
-        """These, and those of `other` where there is none."""
+        """Returns these timeouts, with missing ones taken from `other`."""
         return Timeouts(
             other.heartbeat_secs if self.heartbeat_secs is None else self.heartbeat_secs,
             other.collective_secs if self.collective_secs is None else self.collective_secs,
@@ -51,10 +56,10 @@ class Timeouts:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
-        """What the environment says, usually `os.environ`.
+        """Reads the timeouts from an environment, usually `os.environ`.
 
         Raises:
-            ConfigurationError: If it is no number of seconds, or none that can be.
+            ConfigurationError: If a value is not a number, or out of range.
         """
         return cls(_secs(environ, HEARTBEAT), _secs(environ, COLLECTIVE))
 
@@ -66,4 +71,6 @@ def _secs(environ: Mapping[str, str], name: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        raise ConfigurationError(f"Expected {name} to be seconds. Received: {text!r}") from None
+        raise ConfigurationError(
+            f"Expected {name} to be a number of seconds. Received: {text!r}"
+        ) from None

@@ -1,4 +1,4 @@
-"""What values that users give have in common."""
+"""A mixin for dataclasses that users create."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Shown:
-    """For dataclasses with `repr=False`: a `repr` with the fields that differ from their defaults.
+    """For dataclasses with `repr=False`: a `repr` of the fields that differ from their defaults.
 
-    Of a field without one, the value is always shown.
+    A field without a default is always shown.
     """
 
     def __repr__(self) -> str:

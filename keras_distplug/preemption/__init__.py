@@ -1,1 +1,1 @@
-"""`PreemptionHandler`: a checkpoint, and the end, when the machine is about to go."""
+"""`PreemptionHandler`: saves a checkpoint and ends training on preemption."""

@@ -1,4 +1,4 @@
-"""Leaving with a checkpoint when the machine is about to go."""
+"""Saves a checkpoint and exits when the machine is about to be preempted."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from keras_distplug.preemption.notices.watcher import Watcher
 from keras_distplug.preemption.requeue import Requeue
 from keras_distplug.preemption.signal_watch import SignalWatch
 from keras_distplug.preemption.stopping import Cause, Stop, StopTogether
-from keras_distplug.preemption.told_to_tensorflow import NoticeToTensorFlow
+from keras_distplug.preemption.tf_preemption import TfPreemptionNotice
 
-_LEAVING_S = 60.0  # for others whose save has failed in another way
+_EXIT_BARRIER_S = 60.0  # for other workers, whose save may have failed differently
 _SIGNALS = operating_system.signals("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 class PreemptionHandler(Watchdog):
-    """Makes a checkpoint and ends training when the process is told to go.
+    """Saves a checkpoint and ends training when the process is preempted.
 
-    It is told by a signal (Kubernetes and Slurm send SIGTERM, `sbatch --signal=USR1@120` SIGUSR1,
-    a person ctrl-C), or by the metadata server of AWS, Google Cloud or Azure, which it asks where
-    it runs on one of their machines. A signal is noticed within milliseconds, also while training
-    waits for another worker. Whichever worker is told, all of them agree on one step, save behind
-    it, and leave with the code 143, which schedulers take as worth another try. Started again, the
-    script goes on with the batch that comes next.
+    A preemption is announced by a signal (Kubernetes and Slurm send SIGTERM, `sbatch
+    --signal=USR1@120` sends SIGUSR1, ctrl-C sends SIGINT) or by the metadata server of AWS, Google
+    Cloud or Azure, which the callback polls on their machines. Signals are noticed within
+    milliseconds, even while training waits for another worker. Whichever worker is notified, all
+    workers agree on a step, save after it, and exit with code 143, for which schedulers restart
+    the job. When restarted, the script resumes with the next batch.
 
     Example:
 
@@ -56,37 +56,38 @@ class PreemptionHandler(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), longer])
     ```
 
-    - It is among `defaults()`; one of your own takes its place.
-    - ctrl-C is the user's: the first one saves and raises `KeyboardInterrupt`, for which
-      `keras-distplug run` does not start the job again; the second one leaves at once.
-    - Several workers also stop for a SIGTERM that TensorFlow has taken, such as one before `fit`.
-    - A validation under way is finished first.
-    - Handlers that the script had are called behind the checkpoint, and are there again after
-      `fit`. A signal that comes too late to stop training is sent once more when it has ended.
-    - The process ends within `fit`: `on_train_end` of other callbacks is not called.
-    - Python hears signals in the main thread only. Where `fit` is called in another one, several
-      workers still stop for a SIGTERM, of which TensorFlow tells; one alone does not.
+    - `defaults()` includes this callback; adding another one replaces it.
+    - The first ctrl-C saves and raises `KeyboardInterrupt`, after which `keras-distplug run` does
+      not restart the job; the second one exits immediately.
+    - With several workers, training also stops for a SIGTERM that TensorFlow receives, such as one
+      before `fit`.
+    - A running validation is finished first.
+    - The script's own signal handlers are called after the checkpoint, and are reinstalled after
+      `fit`. A signal that comes too late to stop training is sent again after training.
+    - The process exits inside `fit`, so `on_train_end` of other callbacks is not called.
+    - Python receives signals in the main thread only. If `fit` is called in another thread, several
+      workers still stop for a SIGTERM, because TensorFlow reports it; a single one does not.
 
     Args:
-        signals: Which signals tell to go. Defaults to SIGTERM, SIGUSR1 and SIGUSR2, where they
-            exist. One that the process ignores stays ignored.
-        grace_secs: The time between a signal and the end of the machine. A checkpoint that would
-            take longer than what is left of it is not begun; the newest one then is the local one,
-            or the one before. Defaults to 30, that of Kubernetes.
-        exit: End the process, with code 143. With `False`, `fit` raises `Preempted` instead.
-            Defaults to `True` but where Python is interactive, and where `fit` is called in another
-            thread than the main one, as in Ray Train, which starts the workers again for an error.
-        cloud: Ask the metadata server of the cloud that this machine belongs to. Defaults to
-            `True`. **Not verified on a machine of any cloud.**
-        requeue: Under Slurm, put the job into the queue again, behind the checkpoint, by `scontrol
-            requeue`; not for ctrl-C, and not after `scancel`. The job must allow it (`sbatch
-            --requeue`). If it fails, that is reported, and training ends as it would without.
-            Defaults to `False`. Tested with Slurm 22.05, with two nodes on one machine.
+        signals: Signals that announce a preemption. Defaults to SIGTERM, SIGUSR1 and SIGUSR2, if
+            the system has them. Signals that the process ignores remain ignored.
+        grace_secs: Time between a signal and the end of the machine, in seconds. A checkpoint that
+            would take longer than the remaining time is not started; the local one or the
+            previous one is then the newest. Defaults to 30, as in Kubernetes.
+        exit: True to exit with code 143, False to raise `Preempted` from `fit`. Defaults to `True`,
+            except in interactive Python and if `fit` is not called in the main thread, as in Ray
+            Train, which restarts the workers after an error.
+        cloud: True to poll the metadata server of this machine's cloud. Defaults to `True`. **Not
+            verified on a machine of any cloud.**
+        requeue: True to requeue a Slurm job with `scontrol requeue` after the checkpoint, except
+            for ctrl-C and `scancel`. The job must allow it (`sbatch --requeue`). A failure is
+            logged, and training ends as without `requeue`. Defaults to `False`. Tested with Slurm
+            22.05, with two nodes on one machine.
 
     Raises:
-        ConfigurationError: For an argument that is not usable, such as `requeue=True` outside a job
-            of Slurm's or without `scontrol` on PATH; in `fit`, if there is no `BackupAndRestore` of
-            ours among the callbacks.
+        ConfigurationError: If an argument is invalid, such as `requeue=True` outside a Slurm job
+            or without `scontrol` on PATH; in `fit`, if `keras_distplug.BackupAndRestore` is not
+            among the callbacks.
         Preempted: In `fit`, with `exit=False`.
     """
 
@@ -103,7 +104,8 @@ class PreemptionHandler(Watchdog):
         unusable = operating_system.signals("SIGKILL", "SIGSTOP", "SIGINT")
         if set(unusable) & set(signals):
             raise ConfigurationError(
-                "SIGKILL and SIGSTOP cannot be handled, and SIGINT is always. Received: signals="
+                "Expected `signals` without SIGKILL and SIGSTOP, which cannot be handled, and "
+                "SIGINT, which is always handled. Received: signals="
                 f"{[signal.Signals(n).name for n in signals]}"
             )
         if grace_secs < 0:
@@ -117,7 +119,7 @@ class PreemptionHandler(Watchdog):
         self._received: list[int] = []
         self._undo: list[Callable[[], None]] = []
 
-    # Keras' hooks, in the order in which they come
+    # Keras' hooks, in the order of their calls
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_end(self)
@@ -142,7 +144,7 @@ class PreemptionHandler(Watchdog):
             self._stop = together = StopTogether(self._agreement.session("stop"), self._on_lost)
             self._undo.append(together.close)
             if self._role.is_chief:
-                notice = NoticeToTensorFlow(ServiceKeyValues(), self._on_notice_to_tensorflow)
+                notice = TfPreemptionNotice(ServiceKeyValues(), self._on_tf_notice)
                 self._undo.append(notice.close)
         self._watch = self._watch_signals()
         if self.cloud and (cloud := detect()) is not None:
@@ -158,19 +160,20 @@ class PreemptionHandler(Watchdog):
             self._leave(cause, logs)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        # Until all are here, somebody may still ask at which step to stop.
+        # Until all workers are here, another one may still ask for a step to stop at.
         self._agreement.barrier("end of training")
         self._end()
-        # What came too late to stop training is for who is told next: mostly, to end the process.
+        # A signal that came too late to stop training must not be lost: the script's own handler,
+        # or the default one, usually ends the process.
         for number in self._received:
             signal.raise_signal(number)
 
-    # How
+    # Implementation
 
     def _watch_signals(self) -> SignalWatch | None:
         if not _in_main_thread():
             if self._role.is_chief:
-                which = "signals" if self._role.world_size == 1 else "signals but SIGTERM"
+                which = "signals" if self._role.world_size == 1 else "signals except SIGTERM"
                 announce(f"{which} are not noticed, because `fit` is not called in the main thread")
             return None
         watch = SignalWatch((*self.signals, signal.SIGINT), self._on_signal, self._is_in_fit)
@@ -179,66 +182,70 @@ class PreemptionHandler(Watchdog):
         return watch
 
     def _is_in_fit(self, frame: FrameType | None) -> bool:
-        """False if an exception has ended `fit`."""
+        """Returns False if an exception has ended `fit`."""
         return self._fit is not None and self._fit.is_above(frame)
 
     def _on_signal(self, number: int) -> None:
-        """From a thread."""
+        """Handles a signal. Called from a thread."""
         self._received.append(number)
         is_user = number == signal.SIGINT
         if is_user:
             if self._received.count(number) > 1:
-                self._leave_at_once()
+                self._exit_immediately()
                 return
-            announce("ctrl-C: a checkpoint comes behind this batch; once more leaves at once")
+            announce(
+                "ctrl-C: saving a checkpoint after this batch; press ctrl-C again to exit "
+                "immediately"
+            )
         at_unix_s = time.time() + self.grace_secs
         self._stop.tell(Cause(signal.Signals(number).name, self._where, at_unix_s, is_user))
 
-    def _leave_at_once(self) -> None:
+    def _exit_immediately(self) -> None:
         if self._role.world_size > 1:
-            # The main thread may wait for another worker, for ever.
+            # The main thread may wait for another worker forever.
             os._exit(ExitCode.INTERRUPTED)
         if self._watch is not None:
             self._watch.hand_over(signal.SIGINT)
 
     def _on_notice(self, notice: Notice) -> None:
-        """From a thread."""
+        """Handles a notice of the cloud. Called from a thread."""
         what = f"{notice.source} {notice.announced}"
         if not notice.is_final:
-            announce(f"{what} on {self._where}; training goes on")
+            announce(f"{what} on {self._where}; training continues")
             return
         at_unix_s = notice.at_unix_s or time.time() + self.grace_secs
         self._stop.tell(Cause(what, self._where, at_unix_s))
 
-    def _on_notice_to_tensorflow(self, worker: str) -> None:
-        """From a thread."""
-        what, at_unix_s = "TensorFlow's notice of preemption", time.time() + self.grace_secs
+    def _on_tf_notice(self, worker: str) -> None:
+        """Handles a notice of TensorFlow. Called from a thread."""
+        what, at_unix_s = "TensorFlow's preemption notice", time.time() + self.grace_secs
         self._stop.tell(Cause(what, worker, at_unix_s))
 
     def _on_lost(self, error: AgreementError) -> None:
-        """From a thread."""
+        """Logs a failure to agree. Called from a thread."""
         if isinstance(error.__cause__, ConnectionError):
-            return  # a lost worker ends `fit`, which tells
+            return  # a lost worker ends `fit` with an error of its own
         announce(f"the workers could not agree on a step to stop at: {error}")
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:
-        told = f"{cause.what} to {cause.worker}"
+        notice = f"{cause.what} to {cause.worker}"
         try:
             stands = self._save(cause, logs)
-            self._agreement.barrier("leaving", _LEAVING_S)
+            self._agreement.barrier("leaving", _EXIT_BARRIER_S)
         except DistplugError as error:
             stands = None
-            announce(f"{told}: no checkpoint could be made: {error}")
+            announce(f"{notice}: no checkpoint could be saved: {error}")
         what = "no new checkpoint" if stands is None else f"the checkpoint of step {stands}"
         report(PreemptedEvent(cause.what, cause.worker, cause.is_user, stands))
         if self._role.is_chief:
-            announce(f"{told}: training ends with {what}; start the script again to go on")
+            announce(f"{notice}: training ends with {what}; restart the script to resume")
         if stands is not None and (supervised := Supervised.from_env()) is not None:
             supervised.report(self._role.name, Phase.PREEMPTED)
-        # Slurm tells us once more to go, which must not end us before it has heard.
+        # Requeuing makes Slurm signal this process again, which must not end it before the
+        # request is complete.
         if self._requeue is not None and not cause.is_user:
-            self._put_into_the_queue(self._requeue, others_wait=stands is not None)
-        earlier = [(n, self._watch.handler_before(n)) for n in self._received if self._watch]
+            self._requeue_job(self._requeue, others_wait=stands is not None)
+        earlier = [(n, self._watch.previous_handler(n)) for n in self._received if self._watch]
         self._end()
         for number, handler in earlier:
             if callable(handler) and handler is not signal.default_int_handler:
@@ -250,25 +257,25 @@ class PreemptionHandler(Watchdog):
                 leaving.with_code(ExitCode.PREEMPTED)
             sys.exit(ExitCode.PREEMPTED)
         raise Preempted(
-            f"{told}. Training has ended with {what}. Call `fit` again, or start the "
-            "script again, to go on."
+            f"{notice}. Training has ended with {what}. To resume, call `fit` again or restart the "
+            "script."
         )
 
-    def _put_into_the_queue(self, requeue: Requeue, *, others_wait: bool) -> None:
+    def _requeue_job(self, requeue: Requeue, *, others_wait: bool) -> None:
         if self._role.is_chief and signal.SIGINT not in self._received:
             announce(requeue.ask())
         if others_wait:
-            # `srun --kill-on-bad-exit` ends all tasks, the chief among them, when one has left.
+            # With `srun --kill-on-bad-exit`, the first exit kills all tasks, including the chief.
             with contextlib.suppress(AgreementError):
                 self._agreement.barrier("queue")
 
     def _save(self, cause: Cause, logs: Mapping[str, Any] | None) -> int | None:
-        """The step of the newest checkpoint that this `fit` has made."""
-        word = None
-        if self._role.is_chief:  # whose clock counts
+        """Saves if there is time. Returns the step of this `fit`'s newest checkpoint, if any."""
+        payload = None
+        if self._role.is_chief:  # its clock is used for all workers
             left_s = None if cause.is_user else cause.at_unix_s - time.time()
-            word = json.dumps(left_s)
-        left_s = json.loads(self._agreement.from_chief("time left", word))
+            payload = json.dumps(left_s)
+        left_s = json.loads(self._agreement.from_chief("time left", payload))
         return self._keeper.save_before_leaving(logs, left_s)
 
     def _end(self) -> None:
@@ -277,5 +284,8 @@ class PreemptionHandler(Watchdog):
 
 
 def _in_main_thread() -> bool:
-    """In which alone Python handles signals, and a `SystemExit` ends the process."""
+    """Returns True in the main thread.
+
+    Only there does Python handle signals, and does a `SystemExit` end the process.
+    """
     return threading.current_thread() is threading.main_thread()

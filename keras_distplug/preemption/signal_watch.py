@@ -1,10 +1,10 @@
-"""Signals to a worker, noticed at once.
+"""Notices signals immediately.
 
-Python runs its handlers in the main thread only, which may be blocked in a collective for minutes.
-The number of a signal also goes into a file descriptor the moment it comes, for a thread to read.
+Python runs signal handlers in the main thread only, which a collective may block for minutes.
+Python also writes a signal's number to a file descriptor as soon as it arrives; a thread reads it.
 
-MultiWorkerMirroredStrategy handles SIGTERM itself, in C++, from when it is made, so that whoever
-wants to hear of it has to come later.
+`MultiWorkerMirroredStrategy` installs its own SIGTERM handler, in C++, when it is created, so this
+one must be installed later.
 """
 
 from __future__ import annotations
@@ -22,90 +22,98 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-_AGAIN_S = 0.5
+_REPEAT_SECS = 0.5
 
 
 class SignalWatch:
-    """Hears of signals, until it is removed or what it is for is over.
+    """Watches for signals until it is removed or no longer active.
 
     Args:
-        numbers: Of which signals. One that is ignored in this process stays so.
-        on_signal: Called from a thread, once for each that comes.
-        is_wanted: Called with the frame that the main thread is in. Once it is false, a signal is
-            for who was there before.
+        numbers: Signal numbers. Signals that the process ignores remain ignored.
+        on_signal: Function called, from a thread, with the number of every signal received.
+        is_active: Function called with the main thread's current frame. Once it returns False,
+            signals go to the previous handlers.
     """
 
     def __init__(
         self,
         numbers: Sequence[int],
         on_signal: Callable[[int], None],
-        is_wanted: Callable[[FrameType | None], bool],
+        is_active: Callable[[FrameType | None], bool],
     ) -> None:
         self._numbers = frozenset(numbers)
         self._on_signal = on_signal
-        self._is_wanted = is_wanted
+        self._is_active = is_active
         self._before: dict[int, Any] = {}
-        self._is_removed = self._stands_aside = False
+        self._is_removed = self._is_disabled = False
 
     def install(self) -> None:
-        """In the main thread only. Removes the watches whose purpose is over.
+        """Installs the handlers, and removes inactive watches. For the main thread only.
 
         Raises:
             ValueError: In another thread.
         """
         for other in list(_installed):
-            if not other._is_wanted(sys._getframe()):
+            if not other._is_active(sys._getframe()):
                 other.remove()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        self._fd_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for number in self._numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
         _installed.append(self)
-        _look_after_forks()
+        _reset_forked_children()
         threading.Thread(target=self._read, name="keras_distplug-signals", daemon=True).start()
 
     def remove(self) -> None:
-        """In the main thread only. A handler that came later stays, and reaches through to the one
-        from before."""
+        """Restores the previous handlers. For the main thread only.
+
+        A handler installed later stays; if it calls this one, that calls the previous handler.
+        """
         if self._is_removed:
             return
         self._is_removed = True
         _installed.remove(self)
         for number in self._before:
             if signal.getsignal(number) == self._handle:
-                signal.signal(number, self.handler_before(number))
+                signal.signal(number, self.previous_handler(number))
         now = signal.set_wakeup_fd(-1)
-        with contextlib.suppress(ValueError, OSError):  # what was there may be closed by now
-            signal.set_wakeup_fd(self._fd_before if now == self._sender.fileno() else now)
-        self._sender.close()  # ends the thread: it reads the end of the stream
+        with contextlib.suppress(ValueError, OSError):  # the earlier descriptor may be closed
+            signal.set_wakeup_fd(self._previous_fd if now == self._sender.fileno() else now)
+        self._sender.close()  # the thread reads the end of the stream and finishes
 
     def hand_over(self, number: int) -> None:
-        """Gives a signal to who was there before, in the main thread, whatever that waits for. From
-        another thread."""
-        self._stands_aside = True
+        """Runs the previous handler in the main thread, even if that is blocked.
+
+        Called from another thread.
+        """
+        self._is_disabled = True
         main = threading.main_thread().ident or 0
         is_ours = True
         while is_ours:
-            # A real signal, which also ends a wait for a lock, unless it comes just before that.
+            # A real signal also interrupts a wait for a lock, unless it arrives just before the
+            # wait; therefore it is repeated.
             if hasattr(signal, "pthread_kill"):
                 signal.pthread_kill(main, number)
-            else:  # Windows, where a signal of any thread reaches the main one
+            else:  # on Windows, a signal from any thread reaches the main thread
                 signal.raise_signal(number)
-            time.sleep(_AGAIN_S)
+            time.sleep(_REPEAT_SECS)
             is_ours = not self._is_removed and signal.getsignal(number) == self._handle
 
-    def handler_before(self, number: int) -> Any:
-        """As `signal.signal` takes it. One that was not Python's, TensorFlow's, is the default."""
+    def previous_handler(self, number: int) -> Any:
+        """Returns the previous handler, as an argument for `signal.signal`.
+
+        A handler that is not Python's, such as TensorFlow's, counts as the default.
+        """
         before = self._before.get(number)
         return signal.SIG_DFL if before is None else before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_removed and not self._stands_aside and self._is_wanted(frame):
-            return  # the thread has it
+        if not self._is_removed and not self._is_disabled and self._is_active(frame):
+            return  # the thread handles it
         self.remove()
-        before = self.handler_before(number)
+        before = self.previous_handler(number)
         if callable(before):
             before(number, frame)
         elif before is signal.SIG_DFL:
@@ -120,19 +128,19 @@ class SignalWatch:
                     self._act(number, sys._current_frames().get(main or 0))
 
     def _act(self, number: int, frame: FrameType | None) -> None:
-        is_ours = number in self._before and not self._stands_aside
-        if not is_ours or not self._is_wanted(frame):
+        is_ours = number in self._before and not self._is_disabled
+        if not is_ours or not self._is_active(frame):
             self._pass_on(number)
             return
         try:
             self._on_signal(number)
-        except Exception as error:  # noqa: BLE001 (the next signal must be heard, too)
-            warnings.warn(f"Signal {number} had no effect: {error!r}", stacklevel=1)
+        except Exception as error:  # noqa: BLE001 (the thread must handle later signals, too)
+            warnings.warn(f"Signal {number} could not be handled: {error!r}", stacklevel=1)
 
     def _pass_on(self, number: int) -> None:
-        if self._fd_before != -1:
+        if self._previous_fd != -1:
             with contextlib.suppress(OSError):  # its owner may have closed it
-                os.write(self._fd_before, bytes([number]))
+                os.write(self._previous_fd, bytes([number]))
 
 
 _installed: list[SignalWatch] = []
@@ -140,13 +148,13 @@ _masks = threading.local()
 
 
 @functools.cache
-def _look_after_forks() -> None:
-    """A child has the handlers and the socket of its parent, which would take a signal to the child
-    for one to itself, while the child would survive it."""
+def _reset_forked_children() -> None:
+    """Makes forked children drop the handlers and the socket they inherit.
+
+    Otherwise, a signal to the child would act on the parent instead, and the child would survive.
+    """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=_block, after_in_parent=_unblock, after_in_child=_forget_what_is_the_parents
-        )
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset_child)
 
 
 def _block() -> None:
@@ -158,9 +166,9 @@ def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
-def _forget_what_is_the_parents() -> None:
+def _reset_child() -> None:
     for watch in reversed(list(_installed)):
-        # The thread that has forked is the main one of the child.
+        # The forking thread is the child's main thread.
         watch.remove()
         watch._receiver.close()
     _unblock()

@@ -1,9 +1,9 @@
-"""How all workers come to stop behind the same step, when one of them is told to go.
+"""Makes all workers stop after the same step when one of them is preempted.
 
-The workers of a synchronous training are never more than a step apart, but nobody knows which one
-is ahead. So each one says how far it has come, and waits at the end of its next step until the
-first worker has named the furthest of them. No worker can have passed that, and in the steps before
-a notice there is nothing to ask: it costs them nothing.
+In synchronous training, workers are never more than a step apart, but none knows which one is
+ahead. So every worker reports its progress, and waits at the end of its next step until the chief
+has announced the step to stop at, which no worker can have passed yet. Until a preemption, this
+adds no communication.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from keras_distplug.core.errors import AgreementError
 
 @dataclass(frozen=True)
 class Cause:
-    """Why training has to stop.
+    """The reason for stopping training.
 
     Args:
-        what: Such as "SIGTERM" or "AWS spot instance-action terminate".
-        worker: Who was told.
-        at_unix_s: When the machine goes away.
-        is_user: Whether it was a person at the keyboard.
+        what: Kind of notice, such as "SIGTERM" or "AWS spot instance-action terminate".
+        worker: Worker that was notified.
+        at_unix_s: Time at which the machine goes away, in seconds since 1970.
+        is_user: True for ctrl-C. Defaults to False.
     """
 
     what: str
@@ -36,31 +36,32 @@ class Cause:
 
 
 class Stop:
-    """Told from any thread, asked by the one that trains. The only worker stops at once."""
+    """A request to stop, made from any thread. A single worker stops immediately."""
 
     def __init__(self) -> None:
         self._cause: Cause | None = None
 
     def tell(self, cause: Cause) -> None:
-        """Makes all workers stop soon. Whatever is told after the first time has no effect. Never
-        waits."""
+        """Makes all workers stop soon. Only the first call has an effect. Never blocks."""
         self._cause = self._cause or cause
 
     def is_due(self) -> Cause | None:
-        """To be asked by all workers at the same moments, each of which it counts. The same answer
-        for all of them."""
+        """Returns the cause once training should stop, else None.
+
+        All workers call this at the same points, which are counted, and get the same answer.
+        """
         return self._cause
 
 
 class StopTogether(Stop):
-    """The workers of a cluster stop at the same moment.
+    """Makes the workers of a cluster stop at the same point.
 
-    A worker that does not answer may be frozen, and come back: the others wait for it. Where the
-    messages themselves are lost, training goes on, to end as it does when a worker is lost.
+    The workers wait for one that does not answer: it may be frozen and recover. If messages cannot
+    be delivered, training continues, and ends as it does when a worker is lost.
 
     Args:
-        channel: To the other workers, of this session.
-        on_lost: Called, from a thread, with what keeps the workers from agreeing.
+        channel: Channel to the other workers, for this session.
+        on_lost: Function called, from a thread, with the error if the workers cannot agree.
     """
 
     def __init__(self, channel: Channel, on_lost: Callable[[AgreementError], None]) -> None:
@@ -68,41 +69,41 @@ class StopTogether(Stop):
         self._role = channel.role
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._moment = 0
-        self._said: int | None = None  # the moment up to which this worker had come
+        self._position = 0
+        self._reported: int | None = None  # the progress that this worker has reported
         self._agreed = threading.Event()
         self._stop_at = 0
         self._mailbox = Mailbox(channel, self._agree, on_lost)
 
     def tell(self, cause: Cause) -> None:
-        # A scheduler may tell all workers at once, and one letter to each is enough.
+        # A scheduler may notify all workers at the same time; one message to each is enough.
         self._mailbox.send_first(json.dumps(asdict(cause)))
 
     def is_due(self) -> Cause | None:
         with self._lock:
-            self._moment += 1
-            waits = self._said is not None
+            self._position += 1
+            waits = self._reported is not None
         if not waits:
             return None
         self._agreed.wait()
-        return self._cause if self._moment >= self._stop_at else None
+        return self._cause if self._position >= self._stop_at else None
 
     def close(self) -> None:
         self._mailbox.close()
 
     def _agree(self, text: str) -> None:
         with self._lock:
-            if self._said is not None:
+            if self._reported is not None:
                 return
-            self._said = self._moment
+            self._reported = self._position
         tell, hear = self._mailbox.tell, self._mailbox.hear
         try:
-            tell(f"moment/{self._role.rank}", str(self._said))
+            tell(f"moment/{self._role.rank}", str(self._reported))
             if self._role.is_chief:
-                everybody = range(self._role.world_size)
-                moments = [int(hear(f"moment/{rank}")) for rank in everybody]
-                # The chief's cause is everybody's: two may have been told different ones.
-                tell("stop", json.dumps([max(moments) + 1, text]))
+                ranks = range(self._role.world_size)
+                positions = [int(hear(f"moment/{rank}")) for rank in ranks]
+                # All workers use the chief's cause, because they may have received different ones.
+                tell("stop", json.dumps([max(positions) + 1, text]))
             stop_at, text = json.loads(hear("stop"))
             self._stop_at, self._cause = stop_at, Cause(**json.loads(text))
         except AgreementError as error:

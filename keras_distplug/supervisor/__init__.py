@@ -1,1 +1,1 @@
-"""Keeps a group of local worker processes alive until the job is done. Never loads TensorFlow."""
+"""Keeps a group of local workers running until the job is complete. Never loads TensorFlow."""

@@ -1,4 +1,4 @@
-"""One attempt: start all workers, watch them, and end all of them when one fails."""
+"""Watches the workers of an attempt, and stops all of them if one fails."""
 
 from __future__ import annotations
 
@@ -26,57 +26,60 @@ from keras_distplug.supervisor.members import Members
 from keras_distplug.supervisor.pulses import Pulses
 from keras_distplug.supervisor.replacing import GiveUp, Replaced, Replacing
 
-# After a worker's death the others have nothing to save: they block in a collective that never
-# ends. TensorFlow's preemption notifier swallows SIGTERM besides, so every second given here is a
-# second added to the recovery.
+# After a worker's death, the others have nothing to save: they block in a collective that never
+# finishes. Moreover, TensorFlow's preemption notifier swallows SIGTERM, so every second of grace
+# only delays the recovery.
 PEER_GRACE_SECS = 0.1
 
-# Who serves has nothing to save either, and its chief is gone.
+# Workers that serve a chief have nothing to save either once the chief is gone.
 SERVER_GRACE_SECS = 2.0
 
 _STATUS_POLL_SECS = 0.1
 
-# Whose error makes another worker leave may take longer to end than that one.
+# A worker whose error makes another one exit may itself take longer to exit.
 _CAUSE_SECS = 2.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the supervisor waits.
+    """Time limits of the supervisor.
 
     Args:
-        startup_secs: For every one of several workers to join the cluster.
-        grace_secs: Between the user's own SIGTERM or SIGINT and SIGKILL.
-        silence_secs: For a sign of life of a worker, which it gives each second while it can run
-            Python.
+        startup_secs: Seconds for every one of several workers to join the cluster. Defaults to 300.
+        grace_secs: Seconds between the user's SIGTERM or SIGINT and SIGKILL. Defaults to 30.
+        silence_secs: Seconds without a sign of life of a worker, which gives one per second while
+            it can run Python. Defaults to 300.
+
+    Raises:
+        ConfigurationError: If a limit is not positive (for `grace_secs`: negative) or not finite.
     """
 
     startup_secs: float = 300.0
-    grace_secs: float = 30.0  # that of Kubernetes, and of a PreemptionHandler
+    grace_secs: float = 30.0  # as in Kubernetes and in PreemptionHandler
     silence_secs: float = 300.0
 
     def __post_init__(self) -> None:
         for what, secs, bound in (
-            ("start-up time-out", self.startup_secs, "> 0"),
+            ("startup timeout", self.startup_secs, "> 0"),
             ("grace period", self.grace_secs, ">= 0"),
-            ("time-out for signs of life", self.silence_secs, "> 0"),
+            ("timeout for signs of life", self.silence_secs, "> 0"),
         ):
             if not 0 <= secs < math.inf or (secs == 0 and bound == "> 0"):
                 raise ConfigurationError(
-                    f"The {what} must be {bound} s, and finite. Received: {secs:g}"
+                    f"The {what} must be {bound} s and finite. Received: {secs:g}"
                 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """The outcome of an attempt.
 
     Args:
-        exits: Every worker's end, the earliest first.
-        interrupted_by: The signal to the supervisor that ended it, if one did.
-        ended_at: `time.time()` when the last process was gone.
-        replaced: How often a worker was started again alone.
-        given_up: Why none was any more, where that ended it.
+        exits: Exits of all workers, the earliest first.
+        interrupted_by: Signal to the supervisor that ended the attempt; None if none did.
+        ended_at: Time at which the last process was gone, in seconds since 1970.
+        replaced: Number of restarts of single workers. Defaults to 0.
+        given_up: Reason for giving up these restarts, if that ended the attempt. Defaults to None.
     """
 
     exits: tuple[Exit, ...]
@@ -87,26 +90,28 @@ class Outcome:
 
     @property
     def first_failure(self) -> Exit | None:
-        """The earliest failure: what came later is its consequence. Who left because it was told to
-        has failed least."""
+        """The earliest failure, which caused the later ones. Preemptions count last."""
         failures = (exit_ for exit_ in self.exits if exit_.cause in FAILURES)
         return min(failures, key=lambda exit_: exit_.cause is Cause.PREEMPTED, default=None)
 
     @property
     def is_preempted(self) -> bool:
-        """Whether they left because they were told to, which is no failure of theirs."""
+        """True if the workers exited because of a preemption, and none of them failed."""
         return self.first_failure is not None and self.first_failure.cause is Cause.PREEMPTED
 
 
 @dataclass(frozen=True)
 class Listener:
-    """What to call while an attempt runs.
+    """Callbacks during an attempt.
 
     Args:
-        on_failure: With the failures found, earliest first, once all others were told to stop.
-        on_training: With the last reports, once everyone who trains has trained its first batch.
-        on_replaced: When a worker has ended that will be started again alone.
-        on_back: With its name and the seconds since then, once it has joined again.
+        on_failure: Called with the failures, earliest first, once all other workers were signaled
+            to stop.
+        on_training: Called with the latest reports once all trainers have trained their first
+            batch.
+        on_replaced: Called when a worker has exited that will be restarted on its own.
+        on_back: Called with the name of a restarted worker that has rejoined, and the seconds since
+            its exit.
     """
 
     on_failure: Callable[[Sequence[Exit]], None]
@@ -116,17 +121,16 @@ class Listener:
 
 
 class Running:
-    """An attempt that has been started.
+    """A running attempt.
 
     Args:
-        group: The processes.
-        members: Their names.
-        contract: Where they report.
-        limits: How long to wait.
-        listener: Hears what happens meanwhile.
-        replacements: How often workers that only serve are started again until there is a newer
-            checkpoint.
-        start: Starts the one of this name again.
+        group: Processes of the attempt.
+        members: Names of the processes.
+        contract: Contract that gives access to the workers' reports.
+        limits: Time limits.
+        listener: Callbacks during the attempt.
+        replacements: Number of restarts of single serving workers without a newer checkpoint.
+        start: Function that restarts the worker of a name.
     """
 
     def __init__(
@@ -154,7 +158,7 @@ class Running:
         self._exits: list[Exit] = []
 
     def until_end(self) -> Outcome:
-        """Waits until all who train have completed it, or one has failed, and all are ended."""
+        """Waits until all trainers are complete or a worker has failed, and stops the others."""
         while self._group.runs() and not self._is_completed():
             ended, signals = self._group.wait(self._timeout_secs())
             self._exits += [
@@ -167,14 +171,14 @@ class Running:
                 self._is_training = True
             self._exits += self._overdue()
             self._exits = [self._unless_needed(each) for each in self._exits]
-            # Who serves is the cause sooner than who is served.
+            # At the same time, a serving worker is the likelier cause than the chief it serves.
             self._exits.sort(key=lambda each: (earliest_first(each), self._trains(each)))
             if self._is_completed():
                 break
             self._exits = self._replacing.take(self._exits)
             failures = [each for each in self._exits if each.cause in FAILURES]
             if failures and all(each.cause is Cause.PREEMPTED for each in failures):
-                # All workers have agreed to go.
+                # All workers have agreed to stop.
                 self._listener.on_failure(failures)
                 signals = self._end(self._limits.grace_secs, self._judge)
                 return self._outcome(signals)
@@ -186,9 +190,9 @@ class Running:
                 return self._end_after(failures)
             for worker, secs in self._replacing.go_on(self._listener.on_replaced):
                 self._listener.on_back(worker, secs)
-        # What of the others has ended by now was needed no more.
+        # Serving workers that have exited by this time were no longer needed.
         self._exits = [each for each in self._exits if self._trains(each)]
-        self._end(0.0, self._judge)  # what the commands of these have left behind, too
+        self._end(0.0, self._judge)  # including processes that the trainers' commands left behind
         return self._outcome()
 
     def _timeout_secs(self) -> float:
@@ -202,7 +206,7 @@ class Running:
         return done.issuperset(self._members.trainers)
 
     def _unless_needed(self, exit_: Exit) -> Exit:
-        """A worker that ended without training has failed if another one trains."""
+        """Turns the exit of an untrained worker into a failure if another worker trains."""
         if exit_.cause is not Cause.UNTRAINED:
             return exit_
         others = (self._contract.read(each) for each in self._members.trainers)
@@ -217,7 +221,7 @@ class Running:
         return judge(ended, self._contract.read(ended.worker), serves=serves)
 
     def _interrupted(self, signals: Sequence[signal.Signals]) -> Outcome:
-        # Asked twice within one turn of the loop is asked twice.
+        # Two signals within one iteration of the loop count as two.
         grace_secs = self._limits.grace_secs if len(signals) == 1 else 0.0
         self._group.signal(signals[0], self._members.trainers)
         self._exits += self._replacing.gone()
@@ -226,7 +230,7 @@ class Running:
 
     def _end_after(self, failures: Sequence[Exit]) -> Outcome:
         self._group.signal(signal.SIGTERM)
-        self._group.drain()  # last words stand before the report
+        self._group.drain()  # print the workers' last output before the report
         self._listener.on_failure(failures)
         self._exits += self._replacing.gone()
         ended, signals = await_end(self._group, PEER_GRACE_SECS, hurry=False)
@@ -234,14 +238,14 @@ class Running:
         return self._outcome(signals)
 
     def _end(self, grace_secs: float, judge: Callable[[Ended], Exit]) -> list[signal.Signals]:
-        """Awaits the end of those who train, and then ends those who serve them.
+        """Waits for the trainers to exit, and then stops the workers that serve them.
 
         Args:
-            grace_secs: How long who trains has.
-            judge: Says why one of them has ended.
+            grace_secs: Seconds that the trainers have before they are killed.
+            judge: Function that determines why a trainer has exited.
 
         Returns:
-            The signals that came meanwhile.
+            The signals received meanwhile.
         """
         members, gone = self._members, self._replacing.gone()
         ended, signals = await_end(self._group, grace_secs, hurry=True, workers=members.trainers)
@@ -255,7 +259,7 @@ class Running:
         return signals + more
 
     def _add(self, ended: Sequence[Ended], judge: Callable[[Ended], Exit]) -> None:
-        # One that was late or silent, and is known as that, is ended by this.
+        # The exit of a late or silent worker, killed just now, is already recorded.
         known = {exit_.worker for exit_ in self._exits}
         self._exits += [judge(each) for each in ended if each.worker not in known]
 
@@ -269,7 +273,7 @@ class Running:
         )
 
     def _overdue(self) -> list[Exit]:
-        """Of those who have not ended: who is late, and who is silent."""
+        """Returns failures of running workers that are late or silent."""
         now, limits = time.time(), self._limits
         found = [
             Exit(worker, Cause.LATE, None, now, limits.startup_secs)
@@ -295,23 +299,23 @@ class Running:
 def await_end(
     group: Group, grace_secs: float, hurry: bool, workers: Collection[str] | None = None
 ) -> tuple[list[Ended], list[signal.Signals]]:
-    """Waits until workers have ended that were told to; SIGKILL after the grace period.
+    """Waits until signaled workers have exited, and kills them after the grace period.
 
     Args:
         group: All workers.
-        grace_secs: How long they have.
-        hurry: Whether a signal to the supervisor cuts the grace short.
-        workers: Whose end is awaited; None for all.
+        grace_secs: Grace period in seconds.
+        hurry: True if a signal to the supervisor ends the grace period.
+        workers: Names of the workers to wait for. Defaults to None, all workers.
 
     Returns:
-        The ends of workers, others among them, and the signals that came meanwhile.
+        The ends of workers, including others, and the signals received meanwhile.
     """
     ended: list[Ended] = []
     signals: list[signal.Signals] = []
     deadline = time.monotonic() + grace_secs
-    # A shell dies of SIGTERM at once, while the training that it started may still be saving.
+    # SIGTERM kills a shell immediately, while the training that it started may still be saving.
     while group.lives(workers) and (remaining := deadline - time.monotonic()) > 0:
-        is_polled = not group.runs(workers)  # nothing tells of the end of what they have started
+        is_polled = not group.runs(workers)  # exits of processes that they started are not reported
         more, told = group.wait(min(remaining, _STATUS_POLL_SECS) if is_polled else remaining)
         ended += more
         signals += told

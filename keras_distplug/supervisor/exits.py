@@ -1,4 +1,4 @@
-"""How one worker ended, and why, as a value."""
+"""The exit of a worker and its cause."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from keras_distplug.supervisor.group import Ended
 
 
 class Cause(enum.Enum):
-    """Why a worker has ended."""
+    """The cause of a worker's exit."""
 
     COMPLETED = "completed training"
-    UNTRAINED = "ended"  # with exit code 0, and none of our `fit`s ran
+    UNTRAINED = "ended"  # exit code 0, without a `fit` with callbacks of this package
     FAILED = "failed"
-    LEFT = "left"  # exit code 0, but no completed training
+    LEFT = "left"  # exit code 0 before training was complete
     LATE = "late"  # did not join the cluster in time
     SILENT = "silent"  # gives no sign of life
-    PREEMPTED = "was told to go, and has saved"  # whatever it ended with after that
-    HUNG = "hung"  # and has said why
-    STOPPED = "stopped"  # after the supervisor told it to
+    PREEMPTED = "was preempted after saving a checkpoint"  # whatever its exit code
+    HUNG = "hung"  # and has reported the reason
+    STOPPED = "stopped"  # by the supervisor
 
 
 SUCCESSES = frozenset((Cause.COMPLETED, Cause.UNTRAINED))
@@ -31,15 +31,16 @@ FAILURES = frozenset(set(Cause) - SUCCESSES - {Cause.STOPPED})
 
 @dataclass(frozen=True)
 class Exit:
-    """How one worker ended.
+    """The exit of a worker, or its failure while it is running.
 
     Args:
-        worker: Its name.
-        cause: Why.
-        returncode: As `subprocess` gives it; None for a worker that is late, or silent, and runs.
-        at: `time.time()` when it was noticed.
-        limit_secs: For a late or a silent worker, the time it had.
-        why: What a worker has said itself; what the kernel says of a silent one.
+        worker: Name of the worker.
+        cause: Cause of the exit.
+        returncode: Return code, as in `subprocess`; None for a late or silent worker that is still
+            running.
+        at: Time at which it was noticed, in seconds since 1970.
+        limit_secs: Time limit of a late or silent worker, in seconds. Defaults to None.
+        why: Reason reported by the worker; for a silent one, its process state. Defaults to none.
     """
 
     worker: str
@@ -51,7 +52,7 @@ class Exit:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would give: 128 + n for a signal. 124 for late or silent, 1 for left."""
+        """The exit code in a shell: 128 + n for signal n, 124 for late or silent, 1 for left."""
         if self.returncode is None:
             return 124  # as timeout(1)
         if self.returncode < 0:
@@ -60,14 +61,14 @@ class Exit:
 
     @property
     def brief(self) -> str:
-        """Without what the worker has said itself."""
+        """A description without the worker's own reason."""
         return str(self) if self.cause is not Cause.HUNG else f"{self.worker} hung"
 
     def __str__(self) -> str:
         if self.cause in (Cause.COMPLETED, Cause.PREEMPTED):
             return f"{self.worker} {self.cause.value}"
         if self.cause is Cause.UNTRAINED:
-            return f"{self.worker} ended with exit code 0 without training"
+            return f"{self.worker} exited with code 0 without training"
         if self.cause is Cause.LATE:
             return (
                 f"{self.worker} has not joined the cluster within {self.limit_secs:g} s "
@@ -75,34 +76,35 @@ class Exit:
             )
         if self.cause is Cause.SILENT:
             return (
-                f"{self.worker} has given no sign of life for {self.limit_secs:g} s, its process: "
+                f"{self.worker} has given no sign of life for {self.limit_secs:g} s; process state "
                 f"{self.why} (--unresponsive-timeout)"
             )
         if self.cause is Cause.HUNG:
-            return f"{self.worker} ended because training hung: {self.why}"
+            return f"{self.worker} exited because training hung: {self.why}"
         if self.cause is Cause.LEFT:
             why = self.why or "without completing training"
-            return f"{self.worker} left {why} (exit code 0)"
+            return f"{self.worker} exited {why} (exit code 0)"
         if self.returncode is not None and self.returncode < 0:
             name = _signal_name(-self.returncode)
             if self.cause is Cause.STOPPED and name in ("SIGTERM", "SIGINT", "SIGKILL"):
-                return f"{self.worker} was ended by the supervisor ({name})"
+                return f"{self.worker} was stopped by the supervisor ({name})"
             return f"{self.worker} was killed by {name}"
         if self.returncode == ExitCode.DO_NOT_RESTART:
-            what = f"{self.worker} asked not to be started again (exit code 93)"
+            what = f"{self.worker} asked not to be restarted (exit code 93)"
             return f"{what}: {self.why}" if self.why else what
         if self.returncode == ExitCode.PEER_LOST:
-            return f"{self.worker} left because it lost another worker (exit code 201)"
+            return f"{self.worker} exited because it lost another worker (exit code 201)"
         return f"{self.worker} exited with code {self.returncode}"
 
 
 def judge(ended: Ended, status: Status | None, *, serves: bool = False) -> Exit:
-    """Says why a worker has ended that nobody told to.
+    """Determines why a worker has exited that the supervisor did not stop.
 
     Args:
-        ended: Its end.
-        status: Its last report.
-        serves: Whether it trains nothing itself: such a one is told when to end.
+        ended: End of its process.
+        status: Last report of the worker; None without one.
+        serves: True if it only serves others: such a worker should run until it is stopped.
+            Defaults to False.
     """
     phase, why = (None, "") if status is None else (status.phase, status.why)
     code = ended.returncode
@@ -124,16 +126,16 @@ def judge(ended: Ended, status: Status | None, *, serves: bool = False) -> Exit:
 
 
 def stopped(ended: Ended) -> Exit:
-    """Of one that was told to end."""
+    """Returns the exit of a worker that the supervisor stopped."""
     return Exit(ended.worker, Cause.STOPPED, ended.returncode, ended.at)
 
 
 def earliest_first(exit_: Exit) -> tuple[bool, float, bool]:
-    """Sorts exits by when they came.
+    """Sort key for exits, by time.
 
-    Several may be found in one look, in no order. A worker that a signal killed is then the likely
-    cause; one that raised, or let TensorFlow abort, may do so for its lost peer. One that says that
-    it does is never the cause.
+    Several exits may be noticed at the same time, in unknown order. A worker killed by a signal is
+    then the likely cause; one that raised an error, or was aborted by TensorFlow, may have done so
+    because of its lost peer. A worker that exited because of a lost peer is never the cause.
     """
     killed = exit_.returncode is not None and exit_.returncode < 0
     is_consequence = exit_.returncode == ExitCode.PEER_LOST

@@ -1,4 +1,4 @@
-"""Starts workers from a fork server, and as ordinary processes where that cannot be."""
+"""Starts workers from a fork server, or as ordinary processes if that is not possible."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from keras_distplug.supervisor import forking, guard
 from keras_distplug.supervisor.launch import MEMBER, Started, spawn
 
 _NO_ATTEMPT = -1
-# This package first: of what is registered for the end of a process, the first runs last.
+# This package first: of the functions registered for the process exit, the first is called last.
 MODULES = ("keras_distplug", "tensorflow", "keras")
 _REPLY_SECS = 10.0  # a fork takes a tenth of a second
-_LAST_OUTPUT = 300  # characters of what a server has printed last
+_LAST_OUTPUT = 300  # characters of a server's output to report
 _KILL_SECS = 5.0
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _OPTION = re.compile(r"-[bBdEIOPqRsSuv]+|-[WX].*|--check-hash-based-pycs")
@@ -36,8 +36,8 @@ class PythonCommand:
     """A command that runs Python.
 
     Args:
-        interpreter: With its options.
-        arguments: From the script on, or from `-m` or `-c` on.
+        interpreter: The interpreter and its options.
+        arguments: The script, `-m` or `-c`, and everything after it.
     """
 
     interpreter: tuple[str, ...]
@@ -45,7 +45,7 @@ class PythonCommand:
 
     @classmethod
     def of(cls, command: Sequence[str]) -> Self | None:
-        """None if it is another program, or nothing that a fork could run."""
+        """Parses `command`. Returns None for other programs, and for what a fork cannot run."""
         if not re.fullmatch(r"python(3(\.\d+)?)?", Path(command[0]).name):
             return None
         at = 1
@@ -60,20 +60,21 @@ class PythonCommand:
 
 
 class ServerError(Exception):
-    """The fork server has ended, hangs, or cannot fork."""
+    """The fork server has exited, hangs, or cannot fork."""
 
 
 class Server:
-    """A process that has imported TensorFlow and Keras, and forks others.
+    """A process that has imported TensorFlow and Keras, and forks workers.
 
     Args:
-        interpreter: With its options.
-        environ: Its environment, which holds the marks of `forking.MARKS`.
-        modules: What it imports.
-        shown: More of its command line, which `ps` shows of whatever it forks.
+        interpreter: The interpreter and its options.
+        environ: Environment of the server, including the variables of `forking.MARKS`.
+        modules: Modules to import. Defaults to `MODULES`.
+        shown: Additional command-line arguments, which `ps` shows for the forked workers. Defaults
+            to none.
 
     Raises:
-        OSError: If it cannot be started.
+        OSError: If the server cannot be started.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Server:
         self._marks = [f"{MEMBER}={environ[MEMBER]}"]
         self._connection, theirs = socket.socketpair()
         self.is_ready = False
-        # A pipe that nobody reads would fill up.
+        # Not a pipe, which would fill up without a reader.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         with theirs:
             command = [forking.__file__, str(theirs.fileno()), ",".join(modules), *shown]
@@ -103,24 +104,24 @@ class Server:
         guard.note_child(self._process.pid)
 
     def look(self) -> None:
-        """Takes note of what it has said: that it is ready.
+        """Reads pending messages, which say that the server is ready.
 
         Raises:
-            ServerError: If it has ended.
+            ServerError: If it has exited.
         """
         while select.select([self._connection], [], [], 0)[0]:
             self._receive()
             self.is_ready = True
 
     def fork(self, request: forking.Request, descriptors: Sequence[int]) -> int:
-        """Forks a process, which becomes a child of this one, and returns its number.
+        """Forks a process, which becomes a child of this one, and returns its PID.
 
         Args:
-            request: What it runs.
-            descriptors: Its standard input, output and errors.
+            request: Command and environment of the process.
+            descriptors: Its standard input, output and error.
 
         Raises:
-            ServerError: If there is no such process.
+            ServerError: If the process could not be forked.
         """
         try:
             self._connection.settimeout(_REPLY_SECS)
@@ -131,7 +132,7 @@ class Server:
         guard.note_child(pid)
         if not _is_our_child(pid):
             os.kill(pid, signal.SIGKILL)
-            raise ServerError("this system does not hand over the processes that it forks")
+            raise ServerError("on this system, forked processes do not become our children")
         return pid
 
     def _receive(self) -> Mapping[str, Any]:
@@ -141,15 +142,15 @@ class Server:
         except TimeoutError as error:
             raise ServerError(f"it has not answered for {_REPLY_SECS:g} s") from error
         except (EOFError, OSError, ValueError) as error:
-            raise ServerError("it has ended") from error
+            raise ServerError("it has exited") from error
         if "error" in message:
             raise ServerError(message["error"])
         return dict(message)
 
     def close(self) -> str:
-        """Ends it, and returns the last that it has printed."""
+        """Stops the server. Returns the end of its output."""
         self._connection.close()
-        guard.signal_all(self._marks, signal.SIGKILL)  # also what it was just forking
+        guard.signal_all(self._marks, signal.SIGKILL)  # including an unfinished fork
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_SECS)
@@ -160,19 +161,19 @@ class Server:
 
 
 class ForkServer:
-    """Starts workers, by a fork where that is possible. A context manager: ends its server.
+    """Starts workers, by forking if possible. A context manager that stops its server on exit.
 
-    The server is started by `prepare`, and ready some seconds later. Until then, after it has
-    failed, and where forking would not be safe, workers are ordinary processes.
+    `prepare` starts the server, which is ready some seconds later. Until then, after a failure, and
+    if forking is not safe, workers are started as ordinary processes.
 
     Args:
-        command: What every worker runs.
-        environ: What a worker's environment is made from.
-        job: The job's name.
-        folder: Where workers write why they had to start over.
-        is_on: Whether the user wants one.
-        why_not: Why there cannot be one; empty if there can.
-        modules: What the server imports.
+        command: Command of every worker.
+        environ: Common part of the workers' environments.
+        job: Name of the job.
+        folder: Folder in which workers record why they had to start over.
+        is_on: False if the user has disabled the fork server. Defaults to True.
+        why_not: Reason why forking is not possible. Defaults to none.
+        modules: Modules that the server imports. Defaults to `MODULES`.
     """
 
     def __init__(
@@ -196,16 +197,16 @@ class ForkServer:
         self._notes: list[str] = []
         self._is_on = is_on
         if is_on and (why_not or self._python is None):
-            self.turn_off(why_not or f"{command[0]} is no Python interpreter that runs a script")
+            self.turn_off(why_not or f"{command[0]} is not a Python interpreter that runs a script")
 
     def prepare(self, settings: Mapping[str, str] | None = None) -> None:
-        """Starts the server, unless it runs. Does not wait until it is ready.
+        """Starts the server unless it is running. Does not wait until it is ready.
 
         Args:
-            settings: Environment variables that a worker's script had set before it imported this
-                package.
+            settings: Environment variables that a worker's script set before it imported this
+                package. Defaults to none.
         """
-        # Those of a forked worker are the same as the server's, and so not among these.
+        # Forked workers report none, because theirs are the same as the server's.
         self._settings |= forking.settings(settings or {})
         self._look()
         if not self._is_on or self._server is not None:
@@ -225,10 +226,10 @@ class ForkServer:
         """Starts a worker.
 
         Args:
-            environ: Its environment.
+            environ: Environment of the worker.
 
         Returns:
-            Its process, and whether it was forked.
+            The process, and True if it was forked.
         """
         self._look()
         if self._server is not None and self._server.is_ready:
@@ -237,12 +238,12 @@ class ForkServer:
                 return self._fork(self._server, {**environ, MEMBER: name}), True
             except (ServerError, OSError) as error:
                 self.turn_off(str(error))
-                # It may have been forked all the same, and only the answer was late.
-                guard.end_all([f"{MEMBER}={name}"], _KILL_SECS)
+                # The fork may have succeeded, and only the answer was late.
+                guard.kill_all([f"{MEMBER}={name}"], _KILL_SECS)
         return spawn(self._command, environ), False
 
     def notes(self) -> list[str]:
-        """What there is to say since it was last asked."""
+        """Returns the messages since the last call."""
         self._look()
         notes, self._notes = self._notes, []
         return notes
@@ -255,7 +256,7 @@ class ForkServer:
         except ServerError as error:
             self.turn_off(str(error))
         if self._is_on and self._refusals.exists():
-            self.turn_off(f"the script needs a process of its own: {self._refusals.read_text()}")
+            self.turn_off(f"the script needs its own process: {self._refusals.read_text()}")
 
     def _fork(self, server: Server, environ: dict[str, str]) -> Started:
         assert self._python is not None
@@ -276,12 +277,12 @@ class ForkServer:
         return started
 
     def turn_off(self, why: str) -> None:
-        """Workers are ordinary processes from now on."""
+        """Stops the server; from now on, workers are ordinary processes."""
         if not self._is_on:
             return
         self._is_on = False
         printed = self._close()
-        last = f"; it has printed: {printed}" if printed else ""
+        last = f"; its last output: {printed}" if printed else ""
         self._notes.append(f"workers start without the fork server: {why}{last}")
 
     def _close(self) -> str:
@@ -296,11 +297,11 @@ class ForkServer:
 
 
 class Forked:
-    """A process that a fork server has started, as `subprocess.Popen` gives it.
+    """A process forked by the server, with the interface of `subprocess.Popen`.
 
     Args:
-        pid: A child of this process.
-        stdout: What it prints; None if that goes elsewhere.
+        pid: PID of a child of this process.
+        stdout: Pipe from its output. Defaults to None, if the output goes elsewhere.
     """
 
     def __init__(self, pid: int, stdout: IO[bytes] | None = None) -> None:
@@ -309,7 +310,7 @@ class Forked:
         self._returncode: int | None = None
 
     def wait(self) -> int:
-        """Waits until it has ended, and returns its exit code, negative for a signal."""
+        """Waits for its exit. Returns its exit code, or the negative number of a signal."""
         if self._returncode is None:
             _, status = os.waitpid(self.pid, 0)
             self._returncode = os.waitstatus_to_exitcode(status)

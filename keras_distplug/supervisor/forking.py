@@ -1,13 +1,13 @@
-"""The fork server's process: it imports TensorFlow and Keras once, and forks workers from there.
+"""The process of the fork server: imports TensorFlow and Keras once, and forks workers.
 
-It starts neither TensorFlow's runtime nor a Python thread, so that a fork is safe. Every worker
-runs the command from its first line; `import tensorflow`, `import keras` and `import
-keras_distplug` find the modules loaded. A worker is no child of this process but of the supervisor
-(a "subreaper"), which learns its exit code even if this process is gone.
+It starts neither TensorFlow's runtime nor a Python thread, so that forking is safe. Every worker
+runs the command from its first line, and finds `tensorflow`, `keras` and `keras_distplug` already
+loaded. A worker is not a child of this process but of the supervisor (a "subreaper"), which
+receives its exit code even if this process is gone.
 
-Importing early must not make a difference. Some settings are read on import, so a worker that finds
-others, or an import hook, at its first import of one of these modules starts over as an ordinary
-process and reports why.
+Importing early must not change the result. Some settings are read on import; so if a worker, at its
+first import of one of these modules, has different settings or an import hook, it starts over as an
+ordinary process and reports the reason.
 
 Standard library only, and run as a file by the interpreter of the command, which may have another
 version of this package, or none.
@@ -36,22 +36,22 @@ from types import ModuleType
 from typing import Any
 
 MARKS = ("KERAS_DISTPLUG_JOB", "KERAS_DISTPLUG_MEMBER")
-# Variables that TensorFlow, Keras and what they import read when they are loaded.
+# Variables that TensorFlow, Keras and their dependencies read when they are imported.
 _READ_ON_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ROCM_", "HIP_", "OMP_", "KMP_", "GOMP_"),
     *("MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NPY_", "NUMPY_", "HDF5_", "PROTOCOL_BUFFERS_"),
 )
-# Those that the interpreter and the loader read when a process starts, and never again.
+# Variables that the interpreter and the loader read only when a process starts.
 _READ_ON_START = ("PYTHON", "LD_")
-_FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # what the script sets, as JSON
+_FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # variables that the script sets, as JSON
 _NOT_ON_IMPORT = ("KERAS_DISTPLUG_", "TF_CONFIG")
-_START = "_start_process"  # what a module does in every process that imports it
+_START = "_start_process"  # a module's function to call in every process that imports it
 _HEADER = struct.Struct("!I")
 _STANDARD = 3  # descriptors: input, output, errors
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of an environment that may be read when TensorFlow, Keras or NumPy are imported."""
+    """Returns the variables that TensorFlow, Keras or NumPy may read on import."""
     return {
         name: value
         for name, value in environ.items()
@@ -60,20 +60,20 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of an environment that are read when a process starts."""
+    """Returns the variables that are read when a process starts."""
     return {n: value for n, value in environ.items() if n.startswith(_READ_ON_START)}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a worker needs to start.
+    """A request to fork a worker.
 
     Args:
-        arguments: Of the interpreter: a script and its arguments, `-m` and a module, or `-c` and
-            code.
-        environ: Its environment.
-        cwd: Its working directory.
-        refusals: Where it writes why it had to start over, if it had to.
+        arguments: Arguments of the interpreter: a script and its arguments, `-m` and a module, or
+            `-c` and code.
+        environ: Environment of the worker.
+        cwd: Working directory of the worker.
+        refusals: File for the reason if the worker has to start over.
     """
 
     arguments: Sequence[str]
@@ -83,7 +83,7 @@ class Request:
 
 
 def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
-    """Sends a message, and copies of open files."""
+    """Sends a message and duplicates of file descriptors."""
     data = json.dumps(message).encode()
     head = _HEADER.pack(len(data))
     if descriptors:
@@ -94,10 +94,10 @@ def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = (
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """The next message and the files that came with it.
+    """Returns the next message and its file descriptors.
 
     Raises:
-        EOFError: If the other end has closed.
+        EOFError: If the other end is closed.
     """
     head, ancillary, _, _ = connection.recvmsg(
         _HEADER.size, socket.CMSG_SPACE(_STANDARD * array.array("i").itemsize)
@@ -122,21 +122,21 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Modules that are imported, and what was in force when they were.
+    """Imported modules, and the settings that applied to the imports.
 
     Args:
-        modules: Their names.
-        settings: Environment variables that they may have read.
-        started_with: Environment variables that this process has read when it started.
-        has_set: Environment variables that they have set themselves.
-        hooks: The finders on `sys.meta_path`.
-        path_hooks: Those on `sys.path_hooks`.
+        modules: Names of the modules.
+        settings: Environment variables that the modules may have read.
+        start_environ: Environment variables that this process read when it started.
+        set_by_modules: Environment variables that the modules have set themselves.
+        hooks: Finders on `sys.meta_path`.
+        path_hooks: Hooks on `sys.path_hooks`.
     """
 
     modules: tuple[str, ...]
     settings: Mapping[str, str]
-    started_with: Mapping[str, str]
-    has_set: Mapping[str, str]
+    start_environ: Mapping[str, str]
+    set_by_modules: Mapping[str, str]
     hooks: tuple[Any, ...]
     path_hooks: tuple[Any, ...]
 
@@ -145,33 +145,38 @@ def load(modules: Sequence[str]) -> Loaded:
     """Imports these modules.
 
     Raises:
-        RuntimeError: If one of them has started a Python thread, which a fork would lose.
+        RuntimeError: If one of them has started a Python thread, which would be lost in a fork.
     """
     before = dict(os.environ)
     for name in modules:
         importlib.import_module(name)
-    # Pools of native threads, such as OpenBLAS', end before a fork and start again by themselves.
+    # Native thread pools, such as OpenBLAS', stop before a fork and restart automatically.
     threads = [thread.name for thread in threading.enumerate()]
     if len(threads) > 1:
         raise RuntimeError(f"importing {', '.join(modules)} started threads: {', '.join(threads)}")
     gc.collect()
-    gc.freeze()  # else the first collection in a worker would copy all that is shared
-    has_set = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    gc.freeze()  # otherwise the first collection in a worker would copy all shared memory
+    set_by_modules = {
+        name: value for name, value in os.environ.items() if before.get(name) != value
+    }
     hooks = tuple(sys.meta_path), tuple(sys.path_hooks)
-    return Loaded(tuple(modules), settings(before), start_settings(before), has_set, *hooks)
+    return Loaded(tuple(modules), settings(before), start_settings(before), set_by_modules, *hooks)
 
 
 def _missing(wanted: Mapping[str, str], loaded: Loaded) -> dict[str, str]:
-    """What a script sets before its imports: not what they set, which a worker reports, too."""
-    there = {**loaded.settings, **loaded.has_set}
+    """Returns the variables in `wanted` that were not in effect when the modules were loaded.
+
+    A worker also reports variables that the modules have set themselves; these do not count.
+    """
+    there = {**loaded.settings, **loaded.set_by_modules}
     return {name: value for name, value in wanted.items() if there.get(name) != value}
 
 
 def serve(connection: socket.socket) -> Request | None:
-    """Forks a worker for each request.
+    """Forks a worker for every request.
 
     Returns:
-        In a worker, what it was asked for; in the server None, once the supervisor has closed.
+        In a worker, its request; in the server None, once the supervisor has closed its end.
     """
     while True:
         try:
@@ -190,18 +195,18 @@ def serve(connection: socket.socket) -> Request | None:
 def _fork(
     request: Request, connection: socket.socket, descriptors: Sequence[int]
 ) -> dict[str, Any] | None:
-    """Returns None in the worker, and what became of it in the server."""
+    """Forks a worker. Returns None in the worker, and the outcome in the server."""
     reading, writing = os.pipe()
     try:
-        between = _forked()
+        intermediate_pid = _fork_process()
     except OSError as error:
         os.close(reading)
         os.close(writing)
         return {"error": str(error)}
-    if between == 0:
-        # The process in between ends, and the worker becomes the supervisor's child.
+    if intermediate_pid == 0:
+        # The intermediate process exits, which makes the worker the supervisor's child.
         try:
-            worker = _forked()
+            worker = _fork_process()
         except OSError as error:
             os.write(writing, json.dumps({"error": str(error)}).encode())
             os._exit(1)
@@ -210,7 +215,7 @@ def _fork(
         try:
             os.close(reading)
             connection.close()
-            _become(request, descriptors)
+            _set_up_worker(request, descriptors)
             os.write(writing, json.dumps({"pid": os.getpid()}).encode())
             os.close(writing)
         except BaseException as error:  # noqa: BLE001 (the server reports it)
@@ -219,26 +224,26 @@ def _fork(
         return None
     os.close(writing)
     with open(reading, "rb") as file:
-        told = file.read()
-    os.waitpid(between, 0)
-    found: dict[str, Any] = json.loads(told) if told else {"error": "it ended at its start"}
+        answer = file.read()
+    os.waitpid(intermediate_pid, 0)
+    found: dict[str, Any] = json.loads(answer) if answer else {"error": "it exited immediately"}
     return found
 
 
-def _forked() -> int:
+def _fork_process() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 counts native threads, too, such as those of OpenBLAS: see `load`.
+        # Python 3.12 also counts native threads, such as those of OpenBLAS: see `load`.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _set_name(name: str) -> None:
-    """Names this process in `top`: the server and its workers have the same command line."""
+    """Sets the name that `top` shows, because the server and its workers share a command line."""
     Path("/proc/self/comm").write_text(name)
 
 
-def _become(request: Request, descriptors: Sequence[int]) -> None:
-    """Makes this process what `Popen` would have made."""
+def _set_up_worker(request: Request, descriptors: Sequence[int]) -> None:
+    """Turns this process into the one that `Popen` would have started."""
     _rewrite_marks(request.environ)
     _set_name(os.path.basename(sys.executable))
     os.setsid()
@@ -251,12 +256,11 @@ def _become(request: Request, descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request.environ)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # else workers without a seed would all draw the same numbers
+        numpy.random.seed()  # otherwise unseeded workers would all draw the same numbers
 
 
 def _rewrite_marks(environ: Mapping[str, str]) -> None:
-    """Puts the marks of a worker where the kernel shows a process's environment, which is what the
-    supervisor's guard looks at."""
+    """Writes a worker's marks into the environment that the kernel shows, which the guard reads."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start, env_end: 50 and 51 of proc(5)
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
@@ -278,10 +282,10 @@ def _rewrite_marks(environ: Mapping[str, str]) -> None:
 
 
 class _Preloaded(MetaPathFinder, Loader):
-    """Gives a script the modules that are loaded, at the place where it imports them."""
+    """Provides the loaded modules when a script imports them."""
 
     def __init__(self, loaded: Loaded, request: Request) -> None:
-        self._packages = {name: _taken_out(name) for name in loaded.modules}
+        self._packages = {name: _pop_package(name) for name in loaded.modules}
         self._loaded, self._request = loaded, request
 
     def find_spec(
@@ -292,8 +296,8 @@ class _Preloaded(MetaPathFinder, Loader):
         if len(self._packages) == len(self._loaded.modules):  # the first of them
             if why := self._why_not():
                 _start_over(self._request, why)
-            os.environ.update(self._loaded.has_set)
-            # Each may be looked for by the others; only what does something on import waits for it.
+            os.environ.update(self._loaded.set_by_modules)
+            # They may import each other; only those with a start function wait for their import.
             for other in set(self._packages) - {name}:
                 if not hasattr(self._packages[other][other], _START):
                     sys.modules.update(self._packages.pop(other))
@@ -308,7 +312,7 @@ class _Preloaded(MetaPathFinder, Loader):
         package = self._packages.pop(spec.name)
         module = package.pop(spec.name)
         sys.modules.update(package)
-        # What the import system puts there is what was there before it.
+        # Saved because the import system overwrites them; `exec_module` restores them.
         spec.loader_state = module.__spec__, module.__loader__
         return module
 
@@ -316,15 +320,15 @@ class _Preloaded(MetaPathFinder, Loader):
         assert module.__spec__ is not None
         module.__spec__, module.__loader__ = module.__spec__.loader_state
         if (start := vars(module).get(_START)) is not None:
-            start()  # what the module does in each process that imports it
+            start()  # required in every process that imports the module
 
     def _why_not(self) -> str:
         for name, package in self._packages.items():
             found, loaded = _origin(name, but=self), package[name].__spec__
             if found != (loaded and loaded.origin):
                 return f"its {name} is {found}"
-        if start_settings(self._request.environ) != self._loaded.started_with:
-            return "it is started with other variables for Python or the loader (PYTHON*, LD_*)"
+        if start_settings(self._request.environ) != self._loaded.start_environ:
+            return "it starts with other variables for Python or the loader (PYTHON*, LD_*)"
         had, has = self._loaded.settings, settings(os.environ)
         if changed := sorted(name for name in {**had, **has} if had.get(name) != has.get(name)):
             return f"it sets {', '.join(changed)} before it imports TensorFlow"
@@ -335,14 +339,14 @@ class _Preloaded(MetaPathFinder, Loader):
         return ""
 
 
-def _taken_out(name: str) -> dict[str, ModuleType]:
-    """A package's modules, which `sys.modules` has no more."""
+def _pop_package(name: str) -> dict[str, ModuleType]:
+    """Removes a package's modules from `sys.modules`, and returns them."""
     found = [each for each in sys.modules if each == name or each.startswith(f"{name}.")]
     return {each: sys.modules.pop(each) for each in found}
 
 
 def _origin(name: str, but: MetaPathFinder) -> str | None:
-    """Where an import of this name would find it."""
+    """Returns the location from which this name would be imported."""
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         if finder is not but and find_spec and (spec := find_spec(name, None)) is not None:
@@ -351,11 +355,11 @@ def _origin(name: str, but: MetaPathFinder) -> str | None:
 
 
 def _start_over(request: Request, why: str) -> None:
-    """Replaces this process by the one that would have been started without a fork server."""
+    """Replaces this process by an ordinary one, as started without a fork server."""
     try:
         Path(request.refusals).write_text(why)
     except OSError as error:
-        warnings.warn(f"The supervisor will not learn that {why}: {error}", stacklevel=2)
+        warnings.warn(f"Could not report to the supervisor that {why}: {error}", stacklevel=2)
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(request.cwd)
@@ -363,7 +367,7 @@ def _start_over(request: Request, why: str) -> None:
 
 
 def run(request: Request) -> None:
-    """Runs a script, a module or code as the interpreter does when it is started with it."""
+    """Runs a script, a module or code, as the interpreter would."""
     what, *arguments = request.arguments
     main = ModuleType("__main__")
     vars(main).update(__builtins__=__builtins__, __annotations__={})
@@ -394,7 +398,7 @@ def run(request: Request) -> None:
 
 
 def work(request: Request, loaded: Loaded) -> None:
-    """The life of a worker; errors end it as they end any script."""
+    """Runs a worker. Errors end it like any script."""
     here = sys.orig_argv.index(__file__) if __file__ in sys.orig_argv else 1
     options = sys.orig_argv[1:here]
     sys.orig_argv[1:] = [*options, *request.arguments]
@@ -406,13 +410,13 @@ def work(request: Request, loaded: Loaded) -> None:
     except BaseException as error:  # noqa: BLE001 (as the interpreter does)
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # the frames of this file are not the user's business
+            trace = trace.tb_next  # hides this file's frames from the user
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(1) from None
 
 
 def main(descriptor: int, modules: Sequence[str]) -> None:
-    """Runs the server until the supervisor closes its end."""
+    """Runs the server until the supervisor closes its end of the connection."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     if not sys.flags.safe_path:
@@ -424,7 +428,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
         send(connection, {"error": f"{type(error).__name__}: {error}"})
         raise
     if missing := _missing(json.loads(os.environ[_FORK_SERVER]), loaded):
-        # The modules have not read what the script sets before it imports them.
+        # The script sets variables before its imports that the modules have not read here.
         os.set_inheritable(descriptor, True)
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**environ, **missing})

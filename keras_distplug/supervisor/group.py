@@ -1,4 +1,4 @@
-"""The processes of a job: start the workers, wait for what happens to them, signal them all."""
+"""The worker processes of an attempt: waits for their exits, and signals and kills them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from keras_distplug.supervisor.output import Output, pump
 from keras_distplug.supervisor.signals import Interruptions
 
 _POLL_SECS = 0.05
-_LOOK_SECS = 1.0  # the kernel sends no signal for a new orphan
-_DRAIN_SECS = 1.0  # used up only if somebody else holds a pipe, or nobody reads our output
-_KILL_SECS = 30.0  # a killed process that lives on hangs in the kernel, e.g. on a dead network disk
+_ORPHAN_POLL_SECS = 1.0  # the kernel does not report new orphans
+_DRAIN_SECS = 1.0  # reached only if another process holds a pipe, or our output is blocked
+_KILL_SECS = 30.0  # a killed process may hang in the kernel, e.g. on a dead network disk
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker's process has ended.
+    """The end of a worker's process.
 
     Args:
-        worker: Its name.
-        returncode: As `subprocess` gives it: negative for a death by signal.
-        at: `time.time()` when it was noticed.
+        worker: Name of the worker.
+        returncode: Return code, as in `subprocess`: negative if a signal killed it.
+        at: Time at which it was noticed, in seconds since 1970.
     """
 
     worker: str
@@ -46,13 +46,13 @@ class _Process:
 
 
 class Group:
-    """The workers of one attempt, and whatever they start.
+    """The workers of an attempt, and the processes that they start.
 
-    A context manager: nobody is left when it is closed.
+    A context manager that kills all of them on exit.
 
     Args:
-        output: Shows what the workers print.
-        interruptions: Signals to the supervisor, reported by `wait`.
+        output: Printer of the workers' output.
+        interruptions: Signals to the supervisor, returned by `wait`.
     """
 
     def __init__(self, output: Output, interruptions: Interruptions) -> None:
@@ -65,18 +65,17 @@ class Group:
         self._readers: dict[str, threading.Thread] = {}
 
     def runs(self, workers: Collection[str] | None = None) -> bool:
-        """True while the command of one of these, by default of any, has not ended."""
-        return any(worker in self._running for worker in self._named(workers))
+        """Returns True while the command of one of these workers, by default any, is running."""
+        return any(worker in self._running for worker in self._selected(workers))
 
     def lives(self, workers: Collection[str] | None = None) -> bool:
-        """True while one of these, by default of all, or something that it started, has not
-        ended."""
+        """Returns True while one of these workers, by default any, or a process that it started, is
+        running."""
         marks = self._marks_of(workers)
         return self.runs(workers) or guard.living(marks, adopted=workers is None)
 
     def add(self, worker: str, started: Started) -> None:
-        """Takes care of a worker that has been started. Nothing may live of one that had its
-        name."""
+        """Adds a started worker. No process of an earlier worker of this name may be running."""
         handle = started.handle
         self._marks[worker] = started.mark
         process = _Process(worker, handle, os.pidfd_open(handle.pid))
@@ -86,14 +85,17 @@ class Group:
             target=pump,
             args=(handle.stdout, worker, self._output),
             name=f"output of {worker}",
-            daemon=True,  # something that is not of the job may keep the pipe open for ever
+            daemon=True,  # a process outside the job may keep the pipe open forever
         )
         reader.start()
         self._readers[worker] = reader
 
     def wait(self, timeout_secs: float) -> tuple[list[Ended], list[signal.Signals]]:
-        """Waits until a worker's command ends, a signal comes, or the time is over. Returns the
-        ends and the signals."""
+        """Waits until a worker's command exits, a signal arrives, or the timeout expires.
+
+        Returns:
+            The ends of workers, and the signals.
+        """
         if not self._running:
             timeout_secs = min(_POLL_SECS, timeout_secs)
         signals: list[signal.Signals] = []
@@ -101,47 +103,46 @@ class Group:
         deadline = time.monotonic() + timeout_secs
         while True:
             left_secs = max(0.0, deadline - time.monotonic())
-            for key, _ in self._selector.select(min(left_secs, _LOOK_SECS)):
+            for key, _ in self._selector.select(min(left_secs, _ORPHAN_POLL_SECS)):
                 if isinstance(key.data, _Process):
                     gone.append(key.data)
                 else:
                     signals = self._interruptions.received()
             guard.reap_orphans()
-            if gone or signals or left_secs <= _LOOK_SECS:
+            if gone or signals or left_secs <= _ORPHAN_POLL_SECS:
                 break
-        now = time.time()  # one for all: nobody knows in which order they ended
+        now = time.time()  # the same for all, because the order of their exits is unknown
         return [self._reap(process, now) for process in gone], signals
 
     def signal(self, number: signal.Signals, workers: Collection[str] | None = None) -> None:
-        """Sends a signal to these workers, by default to all, and to whatever they started."""
+        """Sends a signal to these workers, by default all, and to the processes they started."""
         guard.signal_all(self._marks_of(workers), number, adopted=workers is None)
 
     def kill(self, workers: Collection[str] | None = None) -> list[Ended]:
-        """Kills these workers, by default all, and whatever they started, and waits until they are
-        dead.
+        """Kills these workers, by default all, with the processes they started, and waits for them.
 
         Returns:
-            The ends of workers meanwhile, of others too.
+            The ends of workers meanwhile, including others.
 
         Raises:
-            SupervisorError: If one of them does not die.
+            SupervisorError: If a process cannot be killed.
         """
         ended: list[Ended] = []
         deadline = time.monotonic() + _KILL_SECS
         while self.lives(workers):
-            # Each time: what was being started was not seen before.
+            # Repeated, because a process may have been starting during the previous signal.
             self.signal(signal.SIGKILL, workers)
             ended += self.wait(_POLL_SECS)[0]
             if time.monotonic() > deadline:
                 raise SupervisorError(
-                    f"A worker has not ended {_KILL_SECS:g} s after SIGKILL. It probably waits for "
-                    "a disk or a network mount that does not answer: see its state in `ps -o pid,"
-                    "stat,wchan`, and start again once it is gone."
+                    f"A worker is still running {_KILL_SECS:g} s after SIGKILL. It is probably "
+                    "waiting for a disk or a network mount that does not respond: check its state "
+                    "with `ps -o pid,stat,wchan`, and restart the job once it is gone."
                 )
         return ended
 
     def drain(self) -> None:
-        """Waits until everything that ended workers have printed is shown."""
+        """Waits until all output of finished workers is shown."""
         deadline = time.monotonic() + _DRAIN_SECS
         for worker, reader in self._readers.items():
             if worker not in self._running:
@@ -158,11 +159,11 @@ class Group:
         finally:
             self._selector.close()
 
-    def _named(self, workers: Collection[str] | None) -> Collection[str]:
+    def _selected(self, workers: Collection[str] | None) -> Collection[str]:
         return self._marks if workers is None else workers
 
     def _marks_of(self, workers: Collection[str] | None) -> set[str]:
-        return {self._marks[worker] for worker in self._named(workers)}
+        return {self._marks[worker] for worker in self._selected(workers)}
 
     def _reap(self, process: _Process, now: float) -> Ended:
         self._selector.unregister(process.pidfd)

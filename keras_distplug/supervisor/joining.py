@@ -1,4 +1,4 @@
-"""Who has not joined the cluster in time."""
+"""Detects workers that do not join the cluster in time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from keras_distplug.supervisor.members import Members
 
 
 class Joining:
-    """Watches who has yet to join.
+    """Watches for workers that have not joined yet.
 
     Args:
-        contract: Where the workers report.
-        members: Who is to join. A single worker has no cluster to join, and may prepare its data
-            for as long as it likes.
-        limit_secs: How long each may take. A chief joins behind whoever serves it, and its time
-            begins when these are there.
-        clock: In seconds.
+        contract: Contract that gives access to the workers' reports.
+        members: Processes that should join. A single worker has no cluster to join, so it has no
+            time limit.
+        limit_secs: Seconds that a process may take. A chief joins after the processes that serve
+            it, so its time starts when they have joined.
+        clock: Clock in seconds. Defaults to `time.monotonic`.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class Joining:
 
     @property
     def due(self) -> float:
-        """When somebody will be late, by the clock."""
+        """The time, by the clock, at which the next process will be late."""
         return min(self._due.values(), default=math.inf)
 
     def expect(self, worker: str) -> None:
-        """It was started again."""
+        """Expects `worker` to join in time: it has been restarted."""
         self._due[worker] = self._clock() + self._limit_secs
 
     def await_start(self, worker: str) -> None:
-        """It has ended, and will be started again; until then it cannot be late."""
+        """Suspends the limit of `worker`, which has exited, until it is restarted."""
         self._due[worker] = math.inf
 
     def late(self) -> list[str]:
-        """Who is. Each is told once."""
+        """Returns workers that have become late. Returns every worker only once."""
         now = self._clock()
         self._due = {
             worker: due for worker, due in self._due.items() if self._contract.read(worker) is None

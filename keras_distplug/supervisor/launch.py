@@ -1,4 +1,4 @@
-"""What each worker of one attempt is started with: its place in the cluster, ports, devices."""
+"""Prepares and starts the workers of an attempt: ports, roles, devices and environments."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.supervisor import guard
 
-MEMBER = "KERAS_DISTPLUG_MEMBER"  # tells what one worker has started from what others have
+MEMBER = "KERAS_DISTPLUG_MEMBER"  # identifies a worker and the processes that it starts
 
 
 def free_ports(count: int, avoid: Collection[int] = ()) -> tuple[int, ...]:
-    """Ports of 127.0.0.1 that nobody listens on.
+    """Returns unused ports of 127.0.0.1.
 
-    All are held until the last is chosen, so that none comes twice. Between this and the worker's
-    own `bind` another process may still take one: the attempt then fails and the next has others.
+    All are held until the last one is chosen, so that they are distinct. Before a worker binds its
+    port, another process may still take it: the attempt then fails, and the next one uses others.
 
     Args:
-        count: How many.
-        avoid: Ports not to return, such as those of the attempt before, whose connections may
-            linger.
+        count: Number of ports.
+        avoid: Ports not to return, such as those of the previous attempt, whose connections may
+            linger. Defaults to none.
     """
     ports: list[int] = []
     with contextlib.ExitStack() as held:
@@ -48,14 +48,15 @@ def free_ports(count: int, avoid: Collection[int] = ()) -> tuple[int, ...]:
 
 
 def local_cluster(ports: Sequence[int], ps: int = 0) -> list[Role]:
-    """A worker for each port; a single process when there is only one.
+    """Returns the roles of a local cluster, or of a single process without a cluster.
 
-    A TF_CONFIG of one worker would make TensorFlow form a cluster of one, with a server that
-    nobody needs.
+    With a TF_CONFIG of one worker, TensorFlow would form a cluster of one and start a needless
+    server.
 
     Args:
-        ports: Of the processes.
-        ps: How many of them are parameter servers, the last ones. The first is then the chief.
+        ports: Ports of the processes.
+        ps: Number of parameter servers, which get the last ports; the first process is then the
+            chief. Defaults to 0.
     """
     at = [f"127.0.0.1:{port}" for port in ports]
     cluster = {"worker": tuple(at)} if len(at) > 1 else {}
@@ -67,33 +68,36 @@ def local_cluster(ports: Sequence[int], ps: int = 0) -> list[Role]:
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
-    """The GPUs that workers may be given, as `CUDA_VISIBLE_DEVICES` names them.
+    """Returns the available GPUs, as named in `CUDA_VISIBLE_DEVICES`.
 
-    Empty when there are none, or when the user has hidden them (`CUDA_VISIBLE_DEVICES=""`).
-    Not verified on GPU.
+    Empty if there are none, or if the user has hidden them (`CUDA_VISIBLE_DEVICES=""`). Not
+    verified on GPU.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        # CUDA counts from 0 whatever the numbers of the device files in this container are.
+        # CUDA numbers from 0, whatever the numbers of the device files in this container.
         files = [entry for entry in devices.iterdir() if re.fullmatch(r"nvidia\d+", entry.name)]
         return tuple(str(index) for index in range(len(files)))
     names = map(str.strip, named.split(","))
-    # CUDA ignores everything from the first invalid entry on; "-1" is the usual one.
+    # CUDA ignores the first invalid entry, usually "-1", and everything after it.
     return tuple(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
 
 
 def divide_gpus(
     gpus: Sequence[str], workers: int, per_worker: int | None
 ) -> list[tuple[str, ...]] | None:
-    """Gives each worker its own GPUs; not verified on GPU.
+    """Divides the GPUs among the workers. Not verified on GPU.
 
     Args:
-        gpus: From `visible_gpus`.
-        workers: How many workers share them.
-        per_worker: GPUs for each; None for equal shares, where a remainder stays unused.
+        gpus: GPUs, as returned by `visible_gpus`.
+        workers: Number of workers.
+        per_worker: Number of GPUs per worker; None for equal shares, without the remainder.
 
     Returns:
-        The GPUs of each worker, or None when there are no GPUs to give.
+        The GPUs of every worker, or None if there are no GPUs.
+
+    Raises:
+        ConfigurationError: If there are too few GPUs.
     """
     if not gpus:
         return None
@@ -109,22 +113,26 @@ def divide_gpus(
 
 
 def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
-    """A scheduler that starts the workers itself would get as many jobs as it has tasks."""
+    """Refuses to run in a scheduler's task, because every task would start its own job.
+
+    Raises:
+        ConfigurationError: If the environment describes a cluster of several tasks.
+    """
     role = from_environment(environ)
     tasks = sum(map(len, role.cluster.values()))
     if tasks > 1:
         raise ConfigurationError(
             f"{role.source} says that this process is {role.name} of {tasks}: a "
-            "scheduler starts the workers here. Let it start the script itself (`python train.py`)"
+            "scheduler starts the workers. Let it run the script directly (`python train.py`)"
             f", or unset {VARIABLES[role.source]} to run a local group."
         )
 
 
 def common_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """What all workers, and their fork server, have in their environment.
+    """Returns the environment variables shared by all workers and their fork server.
 
     Args:
-        base: The supervisor's own, usually `os.environ`.
+        base: Environment of the supervisor, usually `os.environ`.
     """
     dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER, supervised.JOINED_BY}
     dropped.add(supervised.FORK_SERVER)
@@ -140,15 +148,15 @@ def worker_environment(
     contract: Supervised,
     gpus: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, str]:
-    """The environment of one process.
+    """Returns the environment of a process.
 
-    A chief and parameter servers compute little: the devices are the workers'.
+    Only workers get devices: a chief and parameter servers compute little.
 
     Args:
-        common: What all processes have.
-        role: The process's place; without a cluster it has no TF_CONFIG.
-        contract: What it reports to.
-        gpus: Those of each worker; None leaves `CUDA_VISIBLE_DEVICES` as it is.
+        common: Variables shared by all processes.
+        role: Role of the process; without a cluster, it gets no TF_CONFIG.
+        contract: Contract with the supervisor.
+        gpus: GPUs of every worker. Defaults to None, which leaves `CUDA_VISIBLE_DEVICES` unchanged.
     """
     is_worker = role.task_type == "worker"
     if not is_worker:
@@ -162,11 +170,15 @@ def worker_environment(
 
 
 class CommandNotFoundError(ConfigurationError):
-    """The command to supervise is no program."""
+    """The command to supervise is not an executable program."""
 
 
 def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Refuses a command that cannot start, before anything else is started."""
+    """Checks that the command can be started.
+
+    Raises:
+        CommandNotFoundError: If it cannot.
+    """
     name = command[0]
     if shutil.which(name, path=environ.get("PATH", os.defpath)):
         return
@@ -183,7 +195,7 @@ def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 class Handle(Protocol):
-    """A child process, as `subprocess.Popen` gives it."""
+    """A child process, with the interface of `subprocess.Popen`."""
 
     pid: int
     stdout: IO[bytes] | None
@@ -193,11 +205,11 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Started:
-    """A process that is a worker.
+    """A worker that has been started.
 
     Args:
-        handle: Of the command.
-        mark: What it, and whatever it starts, has in its environment.
+        handle: Handle of its process.
+        mark: Entry that identifies its environment, and those of the processes that it starts.
     """
 
     handle: Handle
@@ -205,7 +217,7 @@ class Started:
 
 
 def spawn(command: Sequence[str], environ: Mapping[str, str]) -> Started:
-    """Starts one worker in a session of its own, its output merged into one pipe, without input."""
+    """Starts a worker in its own session, without input, and with all output in one pipe."""
     name = uuid.uuid4().hex
     try:
         handle = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Who trains in a group, and who serves those that do."""
+"""The processes of a group: those that train, and those that serve them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class Members:
     """The names of an attempt's processes.
 
     Args:
-        trainers: Whose completion is that of the job: all workers, or the chief of a group with
-            parameter servers.
-        servers: The other ones of such a group: workers, which compute for the chief and keep
-            nothing, and parameter servers, which keep the variables.
+        trainers: Processes that must complete training to complete the job: all workers, or the
+            chief of a group with parameter servers.
+        servers: Other processes of a group with parameter servers: workers, which compute for the
+            chief and are stateless, and parameter servers, which hold the variables. Defaults to
+            none.
     """
 
     trainers: tuple[str, ...]
@@ -36,5 +37,5 @@ class Members:
 
     @property
     def replaceable(self) -> tuple[str, ...]:
-        """Without whom the others go on until it is there again."""
+        """Processes that can be restarted while the others continue."""
         return tuple(name for name in self.servers if name.startswith("worker-"))

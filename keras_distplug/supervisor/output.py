@@ -1,4 +1,4 @@
-"""What the workers print, made readable: one line at a time, and each says whose it is."""
+"""Prints the output of all workers line by line, prefixed with the worker's name."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from rich.text import Text
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
-# CSI and OSC sequences, and the short ones; the last alternative is a sequence cut off by the end
-# of what was read.
+# CSI and OSC sequences, and short ones. _CUT_OFF matches a sequence that the end of the data cuts
+# off.
 _ESCAPE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])"
 _CUT_OFF = r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,4096}\x1b?|[ -/]*)\Z"
 _UNPRINTABLE = re.compile(rf"{_ESCAPE}|{_CUT_OFF}|[\x00-\x08\x0b-\x1f\x7f]")
 _COLOUR_ESCAPE = re.compile(r"\x1b\[[0-9;:]*m")
 
-_LONGEST_LINE = 1 << 20  # characters; what never ends is broken here, so that it cannot fill memory
-_PATIENCE_SECS = 2.0  # of the supervisor's own lines, when nobody reads what is printed
+_LONGEST_LINE = 1 << 20  # characters; longer lines are split, so that they cannot fill the memory
+_PATIENCE_SECS = 2.0  # after which the supervisor's own lines are dropped if the output is blocked
 
 
 @dataclass(frozen=True)
 class Final:
-    """A line that is complete."""
+    """A complete line."""
 
     line: str
 
 
 @dataclass(frozen=True)
 class Transient:
-    """A line that is still being rewritten, such as a progress bar."""
+    """A line that may still be rewritten, such as a progress bar."""
 
     line: str
 
@@ -48,10 +48,10 @@ Event = Final | Transient
 
 
 class LineAssembler:
-    """Turns the bytes that a worker writes into lines.
+    """Splits a worker's output into lines.
 
-    A line that is rewritten (`\\r`), such as a progress bar, becomes a series of `Transient`s and
-    one `Final`: its last version. Bytes that are not UTF-8 become U+FFFD.
+    A line that is rewritten with `\\r`, such as a progress bar, becomes a series of `Transient`s,
+    and a `Final` with its last version. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class LineAssembler:
         self._open = ""
 
     def feed(self, data: bytes) -> list[Event]:
-        """The lines that `data` completes, and the one that it leaves open if it touched it."""
+        """Returns the lines that `data` completes, and the open line if `data` changed it."""
         return self._lines(self._decoder.decode(data))
 
     def close(self) -> list[Event]:
-        """The last line, if it did not end with a newline."""
+        """Returns the last line if it did not end with a newline."""
         events = self._lines(self._decoder.decode(b"", final=True))
         events = [event for event in events if isinstance(event, Final)]
         if self._open:
@@ -73,7 +73,7 @@ class LineAssembler:
 
     def _lines(self, text: str) -> list[Event]:
         *complete, self._open = (self._open + text).split("\n")
-        # Whoever rewrites a line wipes out the rest of a longer one with spaces.
+        # Programs that rewrite a line pad it with spaces to erase a longer previous version.
         events: list[Event] = [Final(_last_version(line).rstrip(" ")) for line in complete]
         line = _last_version(self._open)
         if len(line) > _LONGEST_LINE:
@@ -86,19 +86,20 @@ class LineAssembler:
 
 
 def _last_version(line: str) -> str:
-    """What a terminal would show of a line that is rewritten from its beginning."""
-    # Keras moves back by one `\b` a character before its `\r`.
+    """Returns the text that a terminal would show of a rewritten line."""
+    # Before its `\r`, Keras prints a `\b` for every character.
     return line.replace("\b", "").rstrip("\r").rpartition("\r")[2]
 
 
 class Output:
-    """Prints the workers' lines and the supervisor's own notes; safe from several threads.
+    """Prints the workers' lines and the supervisor's notes. A thread-safe context manager.
 
-    On a terminal the open line of the first worker stays visible at the bottom. A context manager.
+    On a terminal, the open line of the first worker, its progress bar, remains visible at the
+    bottom.
 
     Args:
-        workers: All names, which fixes their colours. The progress bar of the first one is shown.
-        file: Where to print; `sys.stdout` by default.
+        workers: Names of all workers; their order determines the colours.
+        file: File to print to. Defaults to `sys.stdout`.
     """
 
     def __init__(self, workers: Sequence[str], file: TextIO | None = None) -> None:
@@ -113,7 +114,7 @@ class Output:
         self._rendered = {name: self._render(text) for name, text in self._prefixes.items()}
         self._own_prefix = self._render(Text("[distplug] ", Style(bold=True)))
         self._lock = threading.Lock()
-        # FORCE_COLOR makes rich take a file for a terminal; nothing can move there.
+        # With FORCE_COLOR, rich treats a file as a terminal, but a file has no cursor.
         self._live = (
             Live(
                 Group(),
@@ -137,12 +138,12 @@ class Output:
                 self._update(self._progress(worker, event.line))
                 return
             if is_live:
-                self._update(Group(), refresh=True)  # else the old bar is drawn once more
+                self._update(Group(), refresh=True)  # otherwise the old bar is drawn again
             if _UNPRINTABLE.sub("", event.line).strip():
                 self._print(self._rendered[worker] + self._presentable(event.line))
 
     def note(self, text: str) -> None:
-        """Prints a line of the supervisor's own; drops it if nobody reads what is printed."""
+        """Prints a line of the supervisor; drops it if the output is blocked."""
         if self._lock.acquire(timeout=_PATIENCE_SECS):
             try:
                 self._print(self._own_prefix + text)
@@ -169,14 +170,14 @@ class Output:
 
     def _print(self, line: str) -> None:
         if self._live:
-            # soft_wrap: rich neither wraps nor crops, so a long line stays one line in a log.
+            # soft_wrap: rich neither wraps nor crops, so a long line remains one line in a log.
             self._console.print(_Verbatim(line), soft_wrap=True)
         else:
             self._file.write(f"{line}\n")
             self._file.flush()
 
     def _presentable(self, line: str) -> str:
-        # Only colours may pass: a sequence that moves the cursor would break the lines of others.
+        # Only colours may pass: moving the cursor would garble the lines of other workers.
         if not self._coloured:
             return _UNPRINTABLE.sub("", line)
         kept = _UNPRINTABLE.sub(
@@ -192,7 +193,7 @@ class Output:
 
 @dataclass(frozen=True)
 class _Verbatim:
-    """A line that reaches the terminal as it is: no markup, no tabs expanded, no highlighting."""
+    """A line printed verbatim: without markup, highlighting, or expansion of tabs."""
 
     line: str
 
@@ -202,13 +203,13 @@ class _Verbatim:
 
 
 class _SteadyFile:
-    """A text file that goes on without output when it can take no more, and says so once.
+    """A text file that discards its output, after one message, once writing fails.
 
-    A full disk or a reader that is gone must not end the training: a worker whose pipe nobody
-    reads stops at its next `print`.
+    A full disk or a closed reader must not stop training: a worker blocks at its next `print` if
+    its pipe is not read.
 
-    It goes past the file's buffer: a thread that waits there for a reader holds the buffer's lock,
-    and an interpreter that cannot have it at its end aborts.
+    It bypasses the file's buffer: a thread that is blocked there holds the buffer's lock, and an
+    interpreter that cannot acquire the lock on exit aborts.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -255,21 +256,22 @@ class _SteadyFile:
         if not already:
             try:
                 print(
-                    f"keras-distplug: the output cannot be written: {error}. Going on without.",
+                    f"keras-distplug: the output cannot be written: {error}. Continuing without "
+                    "output.",
                     file=sys.stderr,
                 )
-            except OSError:  # `2>&1 |` to somebody who is gone
+            except OSError:  # `2>&1 |` to a process that has exited
                 _mute(sys.stderr)
 
 
 def _mute(file: TextIO) -> None:
-    """What `file` holds back would fail again at exit and change the exit code."""
+    """Redirects `file` to nowhere: its buffer would fail again at exit and change the code."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), file.fileno())
 
 
 def pump(pipe: IO[bytes], worker: str, output: Output) -> None:
-    """Shows everything that comes out of `pipe`, until it closes."""
+    """Shows the output from `pipe` until it is closed."""
     assembler = LineAssembler()
     with pipe:
         while data := os.read(pipe.fileno(), 65536):

@@ -1,4 +1,4 @@
-"""Workers that give no sign of life: stopped, or kept from running Python."""
+"""Detects workers that give no sign of life because they are stopped or cannot run Python."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from keras_distplug.core.supervised import Supervised
 
-_STEPS = 10  # looks within a limit
-_LONGEST_LOOK_SECS = 5.0
+_CHECKS = 10  # checks within the limit
+_MAX_INTERVAL_SECS = 5.0
 
 
 @dataclass
-class _Seen:
+class _LastBeat:
     beat: int | None
     silent_secs: float
 
@@ -23,14 +23,14 @@ class _Seen:
 class Pulses:
     """Watches the signs of life of an attempt's workers.
 
-    One that has given none yet, whose process is gone, or that stands in a debugger is not counted,
-    and neither is the time in which the supervisor was stopped itself.
+    A worker does not count as silent before its first sign of life, if its process is gone, or in a
+    debugger. Time during which the supervisor itself was stopped does not count either.
 
     Args:
-        contract: Where they are.
-        workers: Their names.
-        limit_secs: How long a worker may give none.
-        clock: In seconds.
+        contract: Contract that gives access to the signs of life.
+        workers: Names of the workers.
+        limit_secs: Seconds without a sign of life after which a worker is silent.
+        clock: Clock in seconds. Defaults to `time.monotonic`.
     """
 
     def __init__(
@@ -43,38 +43,40 @@ class Pulses:
         self._contract = contract
         self._limit_secs = limit_secs
         self._clock = clock
-        self._seen = {worker: _Seen(None, 0.0) for worker in workers}
-        self._looked = clock()
+        self._last_beats = {worker: _LastBeat(None, 0.0) for worker in workers}
+        self._checked_at = clock()
 
     @property
     def look_every_secs(self) -> float:
-        return min(self._limit_secs / _STEPS, _LONGEST_LOOK_SECS)
+        return min(self._limit_secs / _CHECKS, _MAX_INTERVAL_SECS)
 
     def look(self) -> dict[str, str]:
-        """Who is silent, and what the kernel says of the process: "S (sleeping)". To be called
-        every `look_every_secs`, or sooner."""
+        """Returns the silent workers with their process states, such as "S (sleeping)".
+
+        Must be called at least every `look_every_secs`.
+        """
         now = self._clock()
-        passed_secs = min(now - self._looked, 2 * self.look_every_secs)
-        self._looked = now
+        passed_secs = min(now - self._checked_at, 2 * self.look_every_secs)
+        self._checked_at = now
         silent = {}
-        for worker, seen in self._seen.items():
+        for worker, last in self._last_beats.items():
             pulse = self._contract.pulse_of(worker)
             try:
                 beat, pid = pulse.stat().st_mtime_ns, int(pulse.read_text())
             except (OSError, ValueError):
                 continue
             state = _state_of(pid)
-            if beat != seen.beat or state is None:
-                seen.beat, seen.silent_secs = beat, 0.0
+            if beat != last.beat or state is None:
+                last.beat, last.silent_secs = beat, 0.0
                 continue
-            seen.silent_secs += passed_secs
-            if seen.silent_secs >= self._limit_secs:
+            last.silent_secs += passed_secs
+            if last.silent_secs >= self._limit_secs:
                 silent[worker] = state
         return silent
 
 
 def _state_of(pid: int) -> str | None:
-    """None of a process that is gone, or that somebody debugs."""
+    """Returns the state of a process, or None if it is gone or in a debugger."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Workers that compute for a chief: one that ends is started again alone, and the others go on."""
+"""Restarts single workers that compute for a chief, while the others continue."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.joining import Joining
 
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1.0, 30.0
-_NEVER_JOINED = 10  # ends in a row of one worker that it had not joined before
-_LOOK_SECS = 0.1
+_MAX_NEVER_JOINED = 10  # consecutive exits of a worker before joining
+_POLL_SECS = 0.1
 
 _KILLED = tuple(-number for number in signals("SIGKILL", "SIGTERM"))
 
-# Of a worker that says itself that it is not to be started again.
-_NOT_AGAIN = (ExitCode.INTERRUPTED, ExitCode.DO_NOT_RESTART)
+# Exit codes by which a worker asks not to be restarted.
+_FINAL_CODES = (ExitCode.INTERRUPTED, ExitCode.DO_NOT_RESTART)
 
 
 @dataclass(frozen=True)
 class Death:
-    """The end of one worker.
+    """The exit of a worker.
 
     Args:
-        worker: Its name.
-        has_joined: Whether it had joined the cluster.
-        was_killed: Whether somebody else has ended it: by SIGKILL, or SIGTERM.
-        saves: The step of the newest checkpoint by then, for each run.
+        worker: Name of the worker.
+        has_joined: True if it had joined the cluster.
+        was_killed: True if it was killed from outside, by SIGKILL or SIGTERM.
+        saves: Step of the newest checkpoint so far, for every run.
     """
 
     worker: str
@@ -43,11 +43,11 @@ class Death:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Do not start it again, and end the job.
+    """A decision not to restart the worker, and to end the job.
 
     Args:
-        why: For people.
-        code: The job's exit code; None for that of the worker.
+        why: Readable reason.
+        code: Exit code of the job. Defaults to None, the worker's exit code.
     """
 
     why: str
@@ -55,44 +55,44 @@ class GiveUp:
 
 
 def decide(deaths: Sequence[Death], budget: int) -> float | GiveUp:
-    """What comes after the end of a worker: the seconds until it is started again, or no more.
+    """Decides after the exit of a worker: returns the seconds until its restart, or gives up.
 
-    A checkpoint that is newer than those before forgives all: killed every few seconds, workers are
-    started again for as long as training gets on. The pause grows with the ends of one worker that
-    had not joined, and that nobody has killed: these are its own fault, mostly, and come again.
+    A newer checkpoint resets all counts: even workers that are killed every few seconds are
+    restarted as long as training makes progress. The pause grows with a worker's consecutive exits
+    before joining, unless it was killed: these are usually its own fault, and will recur.
 
     Args:
-        deaths: All of this attempt, the last one last.
-        budget: How many may be started again until there is a newer checkpoint.
+        deaths: All exits of this attempt, in order.
+        budget: Number of restarts allowed without a newer checkpoint.
     """
-    unforgiven = _unforgiven(deaths)
+    recent = _since_last_progress(deaths)
     worker = deaths[-1].worker
-    if len(unforgiven) > budget:
+    if len(recent) > budget:
         often = "once" if budget == 1 else f"{budget} times"
         return GiveUp(
-            f"gave up: workers were started again {often} without a newer checkpoint "
+            f"gave up: workers were restarted {often} without a newer checkpoint "
             "(--max-worker-restarts)"
         )
-    in_a_row = _never_joined(worker, unforgiven)
-    if in_a_row >= _NEVER_JOINED:
+    consecutive = _count_never_joined(worker, recent)
+    if consecutive >= _MAX_NEVER_JOINED:
         return GiveUp(
-            f"gave up: {worker} ended {in_a_row} times in a row before it had joined the cluster",
+            f"gave up: {worker} exited {consecutive} consecutive times before joining the cluster",
             ExitCode.DO_NOT_RESTART,
         )
-    return 0.0 if deaths[-1].was_killed else pause_secs(in_a_row, _LONGEST_PAUSE_SECS)
+    return 0.0 if deaths[-1].was_killed else pause_secs(consecutive, _LONGEST_PAUSE_SECS)
 
 
-def pause_secs(in_a_row: int, longest_secs: float) -> float:
-    """How long to wait after so many failures in a row: not after the first, then ever longer."""
-    return min(_FIRST_PAUSE_SECS * 2 ** (in_a_row - 2), longest_secs) if in_a_row > 1 else 0.0
+def pause_secs(consecutive: int, longest_secs: float) -> float:
+    """Returns the pause after consecutive failures: none after the first, then doubling."""
+    return min(_FIRST_PAUSE_SECS * 2 ** (consecutive - 2), longest_secs) if consecutive > 1 else 0.0
 
 
 def is_newer(saves: Mapping[str, int], before: Mapping[str, int]) -> bool:
-    """Whether a run has a checkpoint that is newer than its one before, or its first one."""
+    """Returns True if a run has its first checkpoint, or a newer one than before."""
     return any(run not in before or step > before[run] for run, step in saves.items())
 
 
-def _unforgiven(deaths: Sequence[Death]) -> list[Death]:
+def _since_last_progress(deaths: Sequence[Death]) -> list[Death]:
     found: list[Death] = []
     newest = dict(deaths[0].saves)
     for death in deaths:
@@ -103,22 +103,22 @@ def _unforgiven(deaths: Sequence[Death]) -> list[Death]:
     return found
 
 
-def _never_joined(worker: str, deaths: Sequence[Death]) -> int:
-    in_a_row = 0
+def _count_never_joined(worker: str, deaths: Sequence[Death]) -> int:
+    consecutive = 0
     for death in deaths:
         if death.worker == worker and (death.has_joined or not death.was_killed):
-            in_a_row = 0 if death.has_joined else in_a_row + 1
-    return in_a_row
+            consecutive = 0 if death.has_joined else consecutive + 1
+    return consecutive
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A worker that will be started again.
+    """A worker that will be restarted.
 
     Args:
-        exit: How it ended.
-        times: How often workers were started again in this attempt, this time included.
-        pause_secs: For how long it is left alone before.
+        exit: Exit of the worker.
+        times: Number of worker restarts in this attempt, including this one.
+        pause_secs: Delay before the restart, in seconds.
     """
 
     exit: Exit
@@ -129,20 +129,20 @@ class Replaced:
 @dataclass
 class _Absent:
     replaced: Replaced
-    ready_at: float | None = None  # once nothing of it lives
+    ready_at: float | None = None  # set once all of its processes are gone
     is_started: bool = False
 
 
 class Replacing:
-    """Starts workers of one attempt again. None of its methods waits for one.
+    """Restarts workers of an attempt. Its methods never wait for a worker.
 
     Args:
-        group: Of all processes.
-        contract: Where they report.
-        joining: Watches those that are started again.
-        workers: Who may be started again.
-        budget: As for `decide`.
-        start: Starts the one of this name.
+        group: All processes of the attempt.
+        contract: Contract that gives access to the workers' reports.
+        joining: Watcher of the workers that have to join.
+        workers: Names of the workers that may be restarted.
+        budget: Number of restarts allowed without a newer checkpoint.
+        start: Function that starts the worker of a name.
     """
 
     def __init__(
@@ -166,47 +166,47 @@ class Replacing:
 
     @property
     def look_within_secs(self) -> float:
-        """How soon `go_on` is to be called."""
-        return _LOOK_SECS if self._absent else float("inf")
+        """The seconds within which `go_on` must be called."""
+        return _POLL_SECS if self._absent else float("inf")
 
     @property
     def times(self) -> int:
-        """How often workers were started again."""
+        """The number of worker restarts."""
         return len(self._deaths) - (self.given_up is not None)
 
     def awaits(self, worker: str) -> bool:
-        """Whether its end is known already, and no other one has begun in its place."""
+        """Returns True if `worker` has exited and its replacement has not been started."""
         return worker in self._absent and not self._absent[worker].is_started
 
     def gone(self) -> list[Exit]:
-        """The ends of those in whose place no other one has begun."""
+        """Returns the exits of workers whose replacements have not been started."""
         return [each.replaced.exit for each in self._absent.values() if not each.is_started]
 
     def take(self, exits: Sequence[Exit]) -> list[Exit]:
-        """Takes over whoever is to be started again, and returns the other ends."""
-        return [exit_ for exit_ in exits if not self._takes(exit_)]
+        """Takes over the workers to restart. Returns the exits of the others."""
+        return [exit_ for exit_ in exits if not self._take_over(exit_)]
 
     def go_on(self, on_replaced: Callable[[Replaced], None]) -> list[tuple[str, float]]:
-        """Does what can be done by now.
+        """Continues all pending restarts as far as possible.
 
         Args:
-            on_replaced: Called when nothing of a worker lives any more, before another one takes
-                its place.
+            on_replaced: Function called when all processes of a worker are gone, before its
+                replacement is started.
 
         Returns:
-            Who has joined again, and after how many seconds.
+            The workers that have rejoined, with the seconds since their exits.
         """
         return [
             (worker, time.time() - absent.replaced.exit.at)
             for worker, absent in list(self._absent.items())
-            if self._is_back(worker, absent, on_replaced)
+            if self._advance(worker, absent, on_replaced)
         ]
 
-    def _takes(self, exit_: Exit) -> bool:
+    def _take_over(self, exit_: Exit) -> bool:
         worker = exit_.worker
         if worker not in self._workers or exit_.cause not in FAILURES:
             return False
-        if exit_.exit_code in _NOT_AGAIN or self.given_up:
+        if exit_.exit_code in _FINAL_CODES or self.given_up:
             return False
         has_joined = self._contract.read(worker) is not None
         was_killed = exit_.returncode in _KILLED
@@ -222,7 +222,7 @@ class Replacing:
         self._joining.await_start(worker)
         return True
 
-    def _is_back(
+    def _advance(
         self, worker: str, absent: _Absent, on_replaced: Callable[[Replaced], None]
     ) -> bool:
         if absent.is_started:
@@ -231,15 +231,15 @@ class Replacing:
                 del self._absent[worker]
             return is_back
         if absent.ready_at is None:
-            # One that was late or silent runs, and what a command has left behind has the port.
+            # A late or silent worker is still running, and leftover processes may hold the port.
             if self._group.lives([worker]):
                 self._group.signal(signal.SIGKILL, [worker])
                 return False
-            self._group.drain()  # last words stand before the report
+            self._group.drain()  # print the worker's last output before the report
             on_replaced(absent.replaced)
             absent.ready_at = time.monotonic() + absent.replaced.pause_secs
         if time.monotonic() >= absent.ready_at:
-            self._contract.forget(worker)  # what was left behind may have reported once more
+            self._contract.forget(worker)  # a leftover process may have reported again
             self._start(worker)
             self._joining.expect(worker)
             absent.is_started = True

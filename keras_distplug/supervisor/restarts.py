@@ -1,4 +1,4 @@
-"""Whether a job is started again, when, and with which workers. Pure functions."""
+"""Decides if and when a job is restarted, and with which workers. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from keras_distplug.supervisor.exits import Cause
 from keras_distplug.supervisor.replacing import is_newer, pause_secs
 
 _LONGEST_PAUSE_SECS = 60.0
-_AGAIN = 2  # failures of the same worker, one after the other, until the others go on without it
+_MAX_SAME_FAILURES = 2  # consecutive failures of a worker until the others continue without it
 
-# What a worker's exit code tells, whatever else has failed beside it.
+# Exit codes that are final, even if other workers have failed as well.
 _FINAL = {
-    ExitCode.INTERRUPTED: "it was the user's ctrl-C",
+    ExitCode.INTERRUPTED: "the user pressed ctrl-C",
     ExitCode.DO_NOT_RESTART: "it would fail in the same way",
 }
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """How often a job is started again.
+    """Limits on the restarts of a job.
 
     Args:
-        failures: After a failure.
-        preemptions: After its workers were told to go, and have saved.
-        without_progress: So many attempts in a row, with the same workers, that made no newer
-            checkpoint than there was are the end, whatever is left of the other budgets.
-        replacements: Of workers beside parameter servers, each alone, until there is a newer
-            checkpoint.
-        min_workers: With how many workers it may go on, where one fails again and again. None: not
-            with fewer than there were.
+        failures: Number of restarts after failures. Defaults to 10.
+        preemptions: Number of restarts after preemptions with a checkpoint. Defaults to 100.
+        without_progress: Number of consecutive attempts, with the same workers, without a newer
+            checkpoint after which the job ends, whatever the other limits. Defaults to 3.
+        replacements: Number of restarts of single workers, with parameter servers, without a newer
+            checkpoint. Defaults to 100.
+        min_workers: Number of workers with which the job may continue if a worker keeps failing.
+            Defaults to None: all workers are required.
+
+    Raises:
+        ConfigurationError: If a limit is too small.
     """
 
     failures: int = 10
@@ -56,12 +59,12 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt that is over.
+    """A finished attempt.
 
     Args:
-        slots: Which of the job's places the workers had, in their order.
-        outcome: How it ended.
-        saves: The step of the newest checkpoint that it made, for each run.
+        slots: Slots of the job that the workers occupied, in order.
+        outcome: Outcome of the attempt.
+        saves: Step of its newest checkpoint, for every run.
     """
 
     slots: tuple[int, ...]
@@ -71,13 +74,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Again:
-    """Start the job again.
+    """A decision to restart the job.
 
     Args:
-        slots: Of the workers.
-        pause_secs: How long to wait before.
-        was_preempted: Whether that is no failure.
-        given_up: The place of a worker that is left out from now on, if one is.
+        slots: Slots of the workers.
+        pause_secs: Delay before the restart, in seconds. Defaults to 0.
+        was_preempted: True if the restart follows a preemption, not a failure. Defaults to False.
+        given_up: Slot of a worker that is dropped from now on. Defaults to None.
     """
 
     slots: tuple[int, ...]
@@ -88,11 +91,11 @@ class Again:
 
 @dataclass(frozen=True)
 class End:
-    """Do not.
+    """A decision to end the job.
 
     Args:
-        code: The job's exit code.
-        why: For people; empty when it is done.
+        code: Exit code of the job.
+        why: Readable reason. Defaults to none, if the job is complete.
     """
 
     code: int
@@ -100,38 +103,38 @@ class End:
 
 
 def decide(history: Sequence[Attempt], budgets: Budgets) -> Again | End:
-    """What comes after an attempt.
+    """Decides what to do after an attempt.
 
     Args:
-        history: All attempts, the last one last.
-        budgets: How often to try.
+        history: All attempts, in order.
+        budgets: Limits on restarts.
     """
     last = history[-1]
     outcome, failure = last.outcome, last.outcome.first_failure
     if outcome.interrupted_by is not None:
         name = outcome.interrupted_by.name
-        return End(128 + outcome.interrupted_by, f"ended by {name} to the supervisor")
+        return End(128 + outcome.interrupted_by, f"stopped by {name} to the supervisor")
     if failure is None:
         return End(0)
     if (final := _final(outcome)) is not None:
-        return End(final, f"not started again, for {_FINAL[final]}")
+        return End(final, f"not restarted: {_FINAL[final]}")
     if (given_up := outcome.given_up) is not None:
         return End(failure.exit_code if given_up.code is None else given_up.code, given_up.why)
     preemptions = sum(each.outcome.is_preempted for each in history)
     failures = len(history) - preemptions
     if preemptions > budgets.preemptions:
-        return End(failure.exit_code, f"told to go {preemptions} times (--max-preemptions)")
+        return End(failure.exit_code, f"preempted {preemptions} times (--max-preemptions)")
     if failures > budgets.failures:
         return End(failure.exit_code, f"gave up after {counted(failures - 1, 'restart')}")
     if outcome.is_preempted:
         return Again(last.slots, was_preempted=True)
-    if (slot := _who_fails_again(history, budgets)) is not None:
+    if (slot := _find_failing_slot(history, budgets)) is not None:
         return Again(tuple(each for each in last.slots if each != slot), given_up=slot)
     fruitless = _without_progress(history)
     if fruitless >= budgets.without_progress:
         return End(
             ExitCode.DO_NOT_RESTART,
-            f"gave up: {counted(fruitless, 'attempt')} in a row made no newer checkpoint "
+            f"gave up: {counted(fruitless, 'consecutive attempt')} without a newer checkpoint "
             "(--max-without-progress)",
         )
     return Again(last.slots, pause_secs(fruitless, _LONGEST_PAUSE_SECS))
@@ -143,8 +146,10 @@ def _final(outcome: Outcome) -> ExitCode | None:
 
 
 def _without_progress(history: Sequence[Attempt]) -> int:
-    """Failed attempts in a row, with the workers of the last one, that made no newer checkpoint.
-    Those whose workers were told to go do not count."""
+    """Returns the number of consecutive failed attempts without a newer checkpoint.
+
+    Only attempts with the last one's workers count, and preempted attempts do not.
+    """
     newest: dict[str, int] = {}
     fruitless, slots = 0, history[0].slots
     for attempt in history:
@@ -157,12 +162,12 @@ def _without_progress(history: Sequence[Attempt]) -> int:
     return fruitless
 
 
-def _who_fails_again(history: Sequence[Attempt], budgets: Budgets) -> int | None:
-    """The place of a worker that the others can do without."""
-    last = history[-_AGAIN:]
+def _find_failing_slot(history: Sequence[Attempt], budgets: Budgets) -> int | None:
+    """Returns the slot of a worker that keeps failing, if the others may continue without it."""
+    last = history[-_MAX_SAME_FAILURES:]
     slots = last[-1].slots
     is_enough = budgets.min_workers is not None and len(slots) > budgets.min_workers
-    if not is_enough or len(last) < _AGAIN or any(each.slots != slots for each in last):
+    if not is_enough or len(last) < _MAX_SAME_FAILURES or any(each.slots != slots for each in last):
         return None
     failing = {_failing_slot(each) for each in last}
     return failing.pop() if len(failing) == 1 else None
@@ -184,5 +189,5 @@ def _failing_slot(attempt: Attempt) -> int | None:
 
 
 def counted(number: int, noun: str) -> str:
-    """`"1 worker"`, `"2 workers"`."""
+    """Returns a number with its noun: `"1 worker"`, `"2 workers"`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

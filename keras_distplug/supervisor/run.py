@@ -1,4 +1,4 @@
-"""`keras-distplug run`: attempts until the job is done or the restarts are used up."""
+"""`keras-distplug run`: restarts a job until it is complete or its restarts are used up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_distplug.core.events import Ended, Failed, Started, StartedAgain, Tra
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, Running
-from keras_distplug.supervisor.events_beside import EventLog, OpenLog
+from keras_distplug.supervisor.event_log import EventLog, OpenLog
 from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer
 from keras_distplug.supervisor.group import Group
@@ -44,19 +44,23 @@ from keras_distplug.supervisor.signals import Interruptions
 
 @dataclass(frozen=True)
 class Job:
-    """What to run and how often to try.
+    """The command to run, its workers, and its limits.
 
     Args:
-        command: What every worker runs.
-        workers: How many.
-        ps: How many parameter servers beside them, which make them serve a chief; 0 for none.
-        devices_per_worker: Devices for each; None for equal shares of the GPUs.
-        budgets: How often it is started again.
-        fork_server: Whether workers are forked from a process that has imported TensorFlow and
-            Keras, once one is ready.
-        limits: How long to wait.
-        timeouts: Of the workers' cluster.
-        log: The file that events are appended to; None for none.
+        command: Command of every worker.
+        workers: Number of workers.
+        ps: Number of parameter servers; with any, the workers serve a chief. Defaults to 0.
+        devices_per_worker: Number of devices per worker. Defaults to None: equal shares of the
+            GPUs.
+        budgets: Limits on restarts. Defaults to `Budgets()`.
+        fork_server: True to fork workers from a process that has imported TensorFlow and Keras,
+            once it is ready. Defaults to True.
+        limits: Time limits. Defaults to `Limits()`.
+        timeouts: Timeouts of the workers' cluster. Defaults to `Timeouts()`.
+        log: File that events are appended to. Defaults to None, no file.
+
+    Raises:
+        ConfigurationError: If an argument is invalid.
     """
 
     command: tuple[str, ...]
@@ -72,7 +76,7 @@ class Job:
     def __post_init__(self) -> None:
         if not self.command:
             raise ConfigurationError(
-                "There is no command to run. Write it after `--`: "
+                "Expected a command to run. Received: none. Write it after `--`: "
                 "keras-distplug run --workers 2 -- python train.py"
             )
         if self.workers < 1:
@@ -86,9 +90,9 @@ class Job:
         least = self.budgets.min_workers
         if least is not None and self.ps:
             raise ConfigurationError(
-                "--min-workers is for workers that train together. Beside parameter servers "
-                "(--ps) the others go on at once without a worker that fails, and it is started "
-                "again alone: leave --min-workers out; --max-worker-restarts says how often."
+                "Expected --min-workers only without parameter servers (--ps). With them, a "
+                "worker that fails is restarted on its own, and the others continue meanwhile: "
+                "omit --min-workers, and use --max-worker-restarts to limit these restarts."
             )
         if least is not None and least > self.workers:
             raise ConfigurationError(
@@ -97,58 +101,63 @@ class Job:
 
     @property
     def others(self) -> int:
-        """How many processes it has beside the workers: parameter servers, and their chief."""
+        """The number of processes other than workers: parameter servers and their chief."""
         return 1 + self.ps if self.ps else 0
 
 
 def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -> int:
-    """Runs a job on this machine until it is done.
+    """Runs a job on this machine until it is complete.
 
     Args:
-        job: What to run.
-        environ: What the workers' environments are made from, usually `os.environ`.
-        open_log: Opens a file beside the log that the workers keep of their run.
+        job: The job.
+        environ: Base of the workers' environments, usually `os.environ`.
+        open_log: Function that opens a file in the log of the workers' run. Defaults to None, no
+            such file.
 
     Returns:
-        The exit code: 0 once every worker, or the chief that they serve, has completed training;
-        128 + n when signal n ended the supervisor; 130 or 93 when a worker has left with it, which
-        is never started again; 93 if too many attempts made no progress; otherwise that of the
-        first failure of the last attempt.
+        The exit code: 0 if all workers, or the chief that they serve, completed training; 128 + n
+        if signal n stopped the supervisor; 130 or 93 if a worker exited with it, after which the
+        job is not restarted; 93 after too many attempts without progress; otherwise the code of the
+        first failure in the last attempt.
+
+    Raises:
+        ConfigurationError: If the job cannot be started in this environment.
+        SupervisorError: If a worker cannot be killed.
     """
     refuse_foreign_cluster(environ)
     check_command(job.command, environ)
     gpus = divide_gpus(visible_gpus(environ), job.workers, job.devices_per_worker)
     names = [role.name for role in local_cluster(range(job.workers + job.others), job.ps)]
-    name_of_job, begun = uuid.uuid4().hex, time.monotonic()
+    job_name, started_s = uuid.uuid4().hex, time.monotonic()
     with ExitStack() as stack:
-        log = stack.enter_context(EventLog(job.log, name_of_job, open_log))
+        log = stack.enter_context(EventLog(job.log, job_name, open_log))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keras-distplug-")))
         interruptions = stack.enter_context(Interruptions())
-        stack.enter_context(Guard(name_of_job, folder))
+        stack.enter_context(Guard(job_name, folder))
         common = common_environment({**environ, **job.timeouts.to_env()})
         fork_server = stack.enter_context(
             ForkServer(
                 job.command,
                 common,
-                name_of_job,
+                job_name,
                 folder,
                 is_on=job.fork_server,
-                # CUDA does not survive a fork, and importing TensorFlow may start it.
+                # CUDA does not survive a fork, and importing TensorFlow may initialize it.
                 why_not="the workers use GPUs" if gpus else "",
             )
         )
         output = stack.enter_context(Output(names))
-        output.note(f"starting {_described(job)}: {shlex.join(job.command)}")
+        output.note(f"starting {_describe(job)}: {shlex.join(job.command)}")
         history: list[Attempt] = []
         slots, ports = tuple(range(job.workers)), tuple[int, ...]()
         while True:
             contract = Supervised(
-                name_of_job,
+                job_name,
                 len(history),
                 folder / f"attempt-{len(history)}",
                 job.devices_per_worker,
             )
-            contract.status_dir.mkdir(parents=True)  # something may have tidied up
+            contract.status_dir.mkdir(parents=True)  # the parent may have been cleaned up
             log.ask(contract.logs)
             ports = free_ports(len(slots) + job.others, avoid=ports)
             roles = local_cluster(ports, job.ps)
@@ -159,9 +168,9 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
                     role.name: worker_environment(common, role, contract, own) for role in roles
                 }
                 start = partial(_start, group, fork_server, environs)
-                begun_at = time.time()
+                started_at = time.time()
                 forked = [name for name in environs if start(name)]
-                reporter.started(list(environs), slots, forked, begun_at)
+                reporter.started(list(environs), slots, forked, started_at)
                 reporter.report_fork_server()
                 running = Running(
                     group,
@@ -187,8 +196,8 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             if isinstance(next_, End):
                 log.note(Ended(next_.code, next_.why), len(history) - 1)
                 if next_.code == 0 and not _is_untrained(history[-1].outcome):
-                    _tell_own_supervisor(environ)
-                for line in closing_report(history, next_, time.monotonic() - begun):
+                    _report_to_own_supervisor(environ)
+                for line in closing_report(history, next_, time.monotonic() - started_s):
                     output.note(line)
                 return next_.code
 
@@ -196,20 +205,20 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
 def _start(
     group: Group, fork_server: ForkServer, environs: Mapping[str, Mapping[str, str]], name: str
 ) -> bool:
-    """Starts a process of this attempt, for the first time or again; whether it was forked."""
+    """Starts or restarts a process of this attempt. Returns True if it was forked."""
     started, is_forked = fork_server.start(environs[name])
     group.add(name, started)
     return is_forked
 
 
 def _pause(next_: Again, interruptions: Interruptions) -> list[signal.Signals]:
-    """Signals that cut it short."""
+    """Pauses before a restart. Returns the signals that interrupted the pause."""
     select.select([interruptions], [], [], next_.pause_secs)
     return interruptions.received()
 
 
 class _Reporter:
-    """Reports what happens in an attempt; prepares the fork server once it trains."""
+    """Reports the events of an attempt, and prepares the fork server once it trains."""
 
     def __init__(
         self,
@@ -225,7 +234,7 @@ class _Reporter:
         self._log = log
         self._fork_server = fork_server
         self._contract = contract
-        self._away: set[str] = set()  # workers that have ended and have not joined again
+        self._away: set[str] = set()  # workers that have exited and not rejoined yet
         self._before = history[-1].outcome if history else None
         self._number = len(history)
         self._failures = sum(not each.outcome.is_preempted for each in history)
@@ -243,7 +252,7 @@ class _Reporter:
 
     def ended(self, outcome: Outcome) -> None:
         if self._forked and not self._has_trained and outcome.first_failure is not None:
-            self._fork_server.turn_off("workers that it had forked did not get to their first step")
+            self._fork_server.turn_off("forked workers did not reach their first step")
 
     def training(self, reports: Mapping[str, Status]) -> None:
         self._has_trained = True
@@ -260,12 +269,12 @@ class _Reporter:
 
     def replaced(self, replaced: Replaced) -> None:
         if replaced.exit.worker in self._away:
-            self._fork_server.turn_off(f"{replaced.exit.worker} ended again before it had joined")
+            self._fork_server.turn_off(f"{replaced.exit.worker} exited again before rejoining")
         self._away.add(replaced.exit.worker)
-        ended, times = replaced.exit, f"restart {replaced.times} of a worker alone"
+        ended, times = replaced.exit, f"worker restart {replaced.times}"
         if replaced.pause_secs:
-            times += f", behind a pause of {replaced.pause_secs:g} s"
-        self._output.note(f"{ended}; the others go on; {times}")
+            times += f", after a pause of {replaced.pause_secs:g} s"
+        self._output.note(f"{ended}; the others continue; {times}")
         what = StartedAgain(
             ended.worker,
             ended.cause.name,
@@ -278,7 +287,7 @@ class _Reporter:
 
     def back(self, worker: str, secs: float) -> None:
         self._away.discard(worker)
-        self._output.note(f"{worker} has joined again, {secs:.1f} s after")
+        self._output.note(f"{worker} rejoined after {secs:.1f} s")
         self._prepare_fork_server()
 
     def _prepare_fork_server(self) -> None:
@@ -299,14 +308,14 @@ class _Reporter:
         self._output.note("; ".join(str(failure) for failure in failures) + stopping)
 
     def again(self, next_: Again) -> None:
-        what = "starting again"
+        what = "restarting"
         if not next_.was_preempted:
             what = f"restart {self._failures + 1} of {self._job.budgets.failures}"
         if next_.given_up is not None:
-            what += f", with {counted(len(next_.slots), 'worker')}, for the one on place "
-            what += f"{next_.given_up} fails again and again (--min-workers)"
+            what += f", with {counted(len(next_.slots), 'worker')}, because the one in slot "
+            what += f"{next_.given_up} keeps failing (--min-workers)"
         if next_.pause_secs:
-            what += f", behind a pause of {next_.pause_secs:g} s"
+            what += f", after a pause of {next_.pause_secs:g} s"
         self._output.note(what)
         self._log.note(events.Again(next_.pause_secs, next_.slots), self._number)
 
@@ -315,14 +324,14 @@ def _is_untrained(outcome: Outcome) -> bool:
     return any(exit_.cause is Cause.UNTRAINED for exit_ in outcome.exits)
 
 
-def _tell_own_supervisor(environ: Mapping[str, str]) -> None:
-    """Reports completion if this job is the single worker of another supervisor."""
+def _report_to_own_supervisor(environ: Mapping[str, str]) -> None:
+    """Reports completion if this job is itself the single worker of another supervisor."""
     if (contract := Supervised.from_env(environ)) is not None:
         contract.report("worker-0", Phase.COMPLETED)
 
 
 def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) -> list[str]:
-    """The last lines of a job: what happened, the earliest cause first."""
+    """Returns the last lines of a job's output: its outcome, the earliest cause first."""
     last = history[-1].outcome
     if last.interrupted_by is not None:
         return [f"{end.why}: {'; '.join(str(exit_) for exit_ in last.exits)}"]
@@ -330,9 +339,9 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
     if failure is None:
         if _is_untrained(last):
             return [
-                f"{counted(len(history[-1].slots), 'worker')} ended with exit code 0 after "
-                f"{elapsed_secs:.1f} s, without a `fit` that has callbacks of keras_distplug: the "
-                "job is not started again. To resume training after a failure, pass "
+                f"{counted(len(history[-1].slots), 'worker')} exited with code 0 after "
+                f"{elapsed_secs:.1f} s, without a `fit` with keras_distplug's callbacks: the "
+                "job is not restarted. To resume training after a failure, pass "
                 "callbacks=keras_distplug.defaults(...) to `fit`"
             ]
         trainers = [exit_.worker for exit_ in last.exits if exit_.cause is Cause.COMPLETED]
@@ -340,20 +349,22 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
         everyone = trainers[0] if is_served else counted(len(history[-1].slots), "worker")
         restarts = counted(sum(not each.outcome.is_preempted for each in history[:-1]), "restart")
         if alone := sum(each.outcome.replaced for each in history):
-            restarts += f", {counted(alone, 'restart')} of workers alone"
+            restarts += f", {counted(alone, 'worker restart')}"
         return [f"{everyone} completed training in {elapsed_secs:.1f} s, {restarts}"]
-    lines = [f"{end.why}; exit code {end.code}", f"first failure: {_dated(failure)}"]
+    lines = [f"{end.why}; exit code {end.code}", f"first failure: {_with_time(failure)}"]
     for exit_ in last.exits:
         if exit_ is not failure:
             lines.append(f"  then: {_consequence(exit_, failure)}")
     for number, attempt in enumerate(history[:-1]):
         if attempt.outcome.first_failure:
-            lines.append(f"  in attempt {number} before: {_dated(attempt.outcome.first_failure)}")
+            lines.append(
+                f"  earlier, in attempt {number}: {_with_time(attempt.outcome.first_failure)}"
+            )
     return lines
 
 
 def recovery_report(before: Outcome, reports: Mapping[str, Status]) -> str:
-    """From a failure until every worker trains again, and where the time went."""
+    """Returns a line about the time from a failure until all workers train again."""
     failure = before.first_failure
     assert failure is not None
     parts = [f"stop {before.ended_at - failure.at:.1f} s"]
@@ -364,7 +375,7 @@ def recovery_report(before: Outcome, reports: Mapping[str, Status]) -> str:
         (Phase.TRAINING, "first step"),
     ):
         moments = [status.since[phase] for status in reports.values() if phase in status.since]
-        if moments:  # a script may skip a phase; its time then counts for the next
+        if moments:  # the time of a phase that the script skips counts towards the next one
             parts.append(f"{what} {max(moments) - reached:.1f} s")
             reached = max(moments)
     return f"training again {reached - failure.at:.1f} s after {failure.brief}: {', '.join(parts)}"
@@ -373,13 +384,13 @@ def recovery_report(before: Outcome, reports: Mapping[str, Status]) -> str:
 def _consequence(exit_: Exit, failure: Exit) -> str:
     if exit_.cause is Cause.COMPLETED:
         return str(exit_)
-    return f"{exit_}, {max(0.0, exit_.at - failure.at):.1f} s after"
+    return f"{exit_}, {max(0.0, exit_.at - failure.at):.1f} s later"
 
 
-def _dated(exit_: Exit) -> str:
+def _with_time(exit_: Exit) -> str:
     return f"{exit_} at {time.strftime('%H:%M:%S', time.localtime(exit_.at))}"
 
 
-def _described(job: Job) -> str:
+def _describe(job: Job) -> str:
     workers = counted(job.workers, "worker")
     return f"a chief, {workers} and {counted(job.ps, 'parameter server')}" if job.ps else workers

@@ -1,4 +1,4 @@
-"""Signals to the supervisor, as something that an event loop can wait for."""
+"""Signals to the supervisor, as a file that an event loop can wait for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Self
 
 from keras_distplug.core.operating_system import signals
 
-# `sbatch --signal=USR1@120` sends its own to whatever runs in the step.
+# `sbatch --signal=USR1@120` sends the signal to all processes of the step.
 STOPPING = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Interruptions:
-    """Collects the signals that ask the supervisor to stop. A context manager for the main thread.
+    """Collects the signals that stop the supervisor. A context manager for the main thread.
 
-    The interpreter writes each signal's number into a socket the moment it comes, so none is lost
-    while the loop is busy and none interrupts it half way.
+    The interpreter writes the number of every signal to a socket as soon as it arrives, so signals
+    are neither lost while the loop is busy, nor do they interrupt it.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Interruptions:
         self._wakeup_fd = -1
 
     def fileno(self) -> int:
-        """Readable when a signal has come."""
+        """Returns a file descriptor that is readable after a signal."""
         return self._receiver.fileno()
 
     def received(self) -> list[signal.Signals]:
-        """The signals since the last call, in their order. Never waits."""
+        """Returns the signals since the last call, in order. Never blocks."""
         try:
             numbers = self._receiver.recv(4096)
         except BlockingIOError:
@@ -43,7 +43,7 @@ class Interruptions:
         self._wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for number in STOPPING:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # started by nohup
+                continue  # started with nohup
             self._handlers[number] = signal.signal(number, _only_wake)
         return self
 
@@ -56,4 +56,4 @@ class Interruptions:
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The wake-up socket has the number already."""
+    """Does nothing: the number is already in the wake-up socket."""

@@ -1,4 +1,4 @@
-"""Lines of the log: what is written can be read, also by a later or an earlier version."""
+"""Lines of the log can be read back, also by a later or an earlier version."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def sample(kind: type[Event]) -> Event:
 
 
 @pytest.mark.parametrize("kind", Event.kinds.values(), ids=list(Event.kinds))
-def test_there_and_back(kind: type[Event]) -> None:
-    """Every event is a line of strict JSON, and comes back equal."""
+def test_round_trip(kind: type[Event]) -> None:
+    """Every event is written as a line of strict JSON and is equal when read back."""
     entry = Entry(1795461633.25, "worker-1", sample(kind), "job", 2)
     line = to_line(entry)
     assert line.endswith(b"\n")
@@ -47,7 +47,7 @@ def test_there_and_back(kind: type[Event]) -> None:
 
 
 def test_names() -> None:
-    """As they stand in files that are there: not to be changed."""
+    """The names occur in existing files, so they must not change."""
     assert set(Event.kinds) == {
         *("began", "restored", "window", "epoch_ended", "saved", "save_failed", "quarantined"),
         *("preempted", "slow_replica", "update_left_out", "rolled_back", "diverged", "hung"),
@@ -67,53 +67,58 @@ def test_not_finite() -> None:
     assert found.event == events.EpochEnded(0, 4, {"loss": None, "mae": None})
 
 
-def told(**fields: Any) -> bytes:
-    """A line of an event `hung`, with other fields."""
+def hung_line(**fields: Any) -> bytes:
+    """Returns a line of event `hung` with changed fields."""
     line = {"v": 1, "at": 1.0, "event": "hung", "source": "a", "job": None, "attempt": None}
     return json.dumps({**line, **fields}).encode()
 
 
 @pytest.mark.parametrize(
     "line",
-    [told(event="of_tomorrow"), told(v=2, event="of_tomorrow"), told(v=2, source=5), told(v=2)],
+    [
+        hung_line(event="future"),
+        hung_line(v=2, event="future"),
+        hung_line(v=2, source=5),
+        hung_line(v=2),
+    ],
     ids=["unknown event", "of a later version", "changed field", "removed field"],
 )
-def test_passed_over(line: bytes) -> None:
-    """What only another version understands is no fault of the line."""
+def test_ignored(line: bytes) -> None:
+    """A line that only another version understands is ignored, not refused."""
     assert from_line(line) is None
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"", "it is no JSON"),
-        (b'{"v": 1, "at": 1.0, "event": "sav', "it is no JSON"),
-        (b"\xff\xfe", "it is no JSON"),
-        (b"[1]", "it is no object"),
+        (b"", "it is not JSON"),
+        (b'{"v": 1, "at": 1.0, "event": "sav', "it is not JSON"),
+        (b"\xff\xfe", "it is not JSON"),
+        (b"[1]", "it is not a JSON object"),
         (b"[" * 100_000, "it is nested too deeply"),
-        (told(), "'what'"),
-        (b"{}", "no field 'v'"),
-        (told(what="b", at="now"), "`at` to be float"),
-        (told(what="b", event=["hung"]), "`event` to be str"),
-        (told(what="b", at=-1.0), "`at` is no time"),
-        (told(what="b", v=None), "`v` to be int"),
-        (told(what="b", at=math.nan), "NaN"),
-        (told(what=5), "`what` to be str"),
+        (hung_line(), "'what'"),
+        (b"{}", "field 'v' is missing"),
+        (hung_line(what="b", at="now"), "`at` to be float"),
+        (hung_line(what="b", event=["hung"]), "`event` to be str"),
+        (hung_line(what="b", at=-1.0), "`at` is not a valid time"),
+        (hung_line(what="b", v=None), "`v` to be int"),
+        (hung_line(what="b", at=math.nan), "NaN"),
+        (hung_line(what=5), "`what` to be str"),
     ],
 )
 def test_refused(line: bytes, reason: str) -> None:
-    """A line that no version has written is refused with the reason."""
+    """A line that no version writes is refused with the reason."""
     with pytest.raises(ValueError, match=re.escape(reason)):
         from_line(line)
 
 
 def test_later_version_that_fits() -> None:
-    """A line of a later version is read as far as it fits."""
-    assert from_line(told(v=2, what="b")) == Entry(1.0, "a", events.Hung("b"))
+    """A line of a later version is read if its fields fit."""
+    assert from_line(hung_line(v=2, what="b")) == Entry(1.0, "a", events.Hung("b"))
 
 
 def test_without_optional_fields() -> None:
-    """The line in the module's docstring is read, and so is one with the required fields only."""
+    """The example in the docstring and lines without optional fields can be read."""
     example = re.search(r'\{"v": 1.*?\}', events.__doc__ or "", re.DOTALL)
     assert example is not None
     found = from_line(example[0].replace("\n", " ").encode())
@@ -133,22 +138,24 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is field.default_factory is dataclasses.MISSING
 
 
-def test_number_that_no_float_holds() -> None:
-    """Lines with such a number, or with an impossible time or size, are refused."""
+def test_number_beyond_float() -> None:
+    """Lines with a number too large for a float, or an impossible time or size, are refused."""
     line = to_line(Entry(1.0, "worker-0", events.Hung("waits")))
     for number in (b"1" + b"0" * 400, b"1" + b"0" * 100, b"1e17", b"-1.0", b"NaN", b"1e999"):
-        with pytest.raises(ValueError, match=r"digits|is no time|no number|too large"):
+        with pytest.raises(
+            ValueError, match=r"digits|not a valid time|not a JSON number|too large"
+        ):
             from_line(line.replace(b"1.0", number))
     assert from_line(line.replace(b"1.0", b"1" + b"0" * 11)) is not None
     window = to_line(Entry(1.0, "worker-0", events.Window(4, 4, 0, {"step": 2.5})))
     assert from_line(window) is not None
     for number in (b"Infinity", b"1e16", b"1e308"):
-        with pytest.raises(ValueError, match=r"no number|impossible value"):
+        with pytest.raises(ValueError, match=r"not a JSON number|impossible value"):
             from_line(window.replace(b"2.5", number))
 
 
-def test_field_of_tomorrow() -> None:
-    """A field that is not known is passed over, and no new version."""
+def test_unknown_field() -> None:
+    """An unknown field is ignored and needs no new version."""
     entry = Entry(1.0, "worker-0", events.Hung("waits"))
     line = json.dumps({**json.loads(to_line(entry)), "colour": "red"}).encode()
     assert from_line(line) == entry

@@ -1,4 +1,4 @@
-"""Threads for what may hang."""
+"""Threads for calls that may hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from keras_distplug.core.threads import in_daemon
 
 
-def test_what_it_gives() -> None:
+def test_result() -> None:
     assert in_daemon(lambda: 42, "named").result(60) == 42
 
 
@@ -22,8 +22,8 @@ def test_error() -> None:
         in_daemon(fails, "named").result(60)
 
 
-def test_end_of_the_process() -> None:
-    """It waits for no such thread."""
+def test_process_exit() -> None:
+    """The exit of the process does not wait for such a thread."""
     script = (
         "import threading\n"
         "from keras_distplug.core.threads import in_daemon\n"

@@ -293,7 +293,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         lines.write(b'{"v": 1}\n')
     number = len((log / "0.jsonl").read_bytes().splitlines())
     [*_, note] = details(asked, "run-0001")["notes"]
-    assert note == f"{log / '0.jsonl'}, line {number} is skipped: there is no field 'event'"
+    assert note == f"{log / '0.jsonl'}, line {number} is skipped: field 'event' is missing"
 
 
 @pytest.mark.parametrize(

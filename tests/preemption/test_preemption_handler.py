@@ -1,4 +1,4 @@
-"""Training that is told to go by a signal, in one process."""
+"""Preemption of training in a single process by a signal."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from keras_distplug.core.errors import AgreementError, ConfigurationError, Preem
 from keras_distplug.preemption import preemption_handler  # noqa: E402
 from keras_distplug.preemption.notices.notice import Notice  # noqa: E402
 
-TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class At(small.Watching):
-    """Does something behind a batch of an epoch."""
+    """Calls `act` after a batch of an epoch."""
 
     def __init__(self, epoch: int, batch: int, act: Callable[[], Any]) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class At(small.Watching):
             self.act()
 
 
-class Heard:
-    """A handler of the script's own."""
+class Recorder:
+    """A signal handler of the script."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -63,29 +63,30 @@ class Heard:
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[Heard]:
-    own = Heard()
-    before = {number: signal.signal(number, own) for number in TOLD}
-    # A shell that runs the tests in the background makes them ignore it.
+def recorder() -> Iterator[Recorder]:
+    own = Recorder()
+    before = {number: signal.signal(number, own) for number in SIGNALS}
+    # A shell that runs the tests in the background makes them ignore SIGINT.
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield own
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def me(number: signal.Signals) -> Callable[[], None]:
+def send(number: signal.Signals) -> Callable[[], None]:
+    """Returns a function that sends a signal to this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
 def fit_by(number: signal.Signals) -> Callable[[], None]:
-    """The same, from within `fit`; comes back when its handler has noticed."""
+    """Like `send`, for use in `fit`; returns when the handler has noticed the signal."""
 
-    def tell() -> None:
+    def signal_and_wait() -> None:
         _noticed.clear()
-        me(number)()
+        send(number)()
         assert _noticed.wait(30)
 
-    return tell
+    return signal_and_wait
 
 
 _noticed = threading.Event()
@@ -114,83 +115,85 @@ def fit(folder: Path, *others: keras.callbacks.Callback, **ours: Any) -> Any:
     return small.state(model), history.history
 
 
-@pytest.mark.parametrize("number", TOLD)
-def test_told_by_a_signal(number: signal.Signals, heard: Heard, tmp_path: Path) -> None:
-    """Training ends at once with a checkpoint; called again, it goes on with the batch that comes
-    next, to the bits of an undisturbed run. A handler of the script's own is called, too, and is
-    there again."""
+@pytest.mark.parametrize("number", SIGNALS)
+def test_preempted_by_signal(number: signal.Signals, recorder: Recorder, tmp_path: Path) -> None:
+    """Training ends immediately with a checkpoint; the next call resumes with the next batch.
+
+    The result is bit-identical to an uninterrupted run. The script's own handler is called and
+    reinstalled.
+    """
     expected = fit(tmp_path / "a")
-    told = At(1, 1, fit_by(number))
+    watched = At(1, 1, fit_by(number))
     with pytest.raises(Preempted, match=f"{number.name} to worker-0 .* checkpoint of step"):
-        fit(tmp_path / "b", told)
-    assert heard.numbers == [number]
-    assert signal.getsignal(number) is heard
+        fit(tmp_path / "b", watched)
+    assert recorder.numbers == [number]
+    assert signal.getsignal(number) is recorder
     resumed = At(9, 9, fail)
     assert fit(tmp_path / "b", resumed) == expected
-    assert (told.seen[-1], resumed.seen[0]) == ((1, 1), (1, 2))
+    assert (watched.seen[-1], resumed.seen[0]) == ((1, 1), (1, 2))
 
 
-def test_told_between_epochs(tmp_path: Path) -> None:
-    """Told at the end of an epoch, training ends there."""
+def test_preempted_between_epochs(tmp_path: Path) -> None:
+    """Training that is preempted at the end of an epoch stops there."""
     expected = fit(tmp_path / "a")
-    told = At(9, 9, fail)
+    watched = At(9, 9, fail)
     at_end = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: epoch == 0 and fit_by(signal.SIGTERM)()
     )
     with pytest.raises(Preempted):
-        fit(tmp_path / "b", told, at_end)
+        fit(tmp_path / "b", watched, at_end)
     resumed = At(9, 9, fail)
     assert fit(tmp_path / "b", resumed) == expected
-    assert (told.seen[-1], resumed.seen[0]) == ((0, 3), (1, 0))
+    assert (watched.seen[-1], resumed.seen[0]) == ((0, 3), (1, 0))
 
 
 def test_exit_code(tmp_path: Path) -> None:
-    """By default the process ends with the code 143."""
+    """By default the process exits with code 143."""
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, At(0, 1, fit_by(signal.SIGTERM)), exit=None)
     assert ended.value.code == 143
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """ctrl-C saves, too, and is KeyboardInterrupt."""
+    """ctrl-C saves, too, and raises KeyboardInterrupt."""
     expected = fit(tmp_path / "a")
-    told = At(1, 1, fit_by(signal.SIGINT))
+    watched = At(1, 1, fit_by(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "b", told)
+        fit(tmp_path / "b", watched)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed = At(9, 9, fail)
     assert fit(tmp_path / "b", resumed) == expected
-    assert (told.seen[-1], resumed.seen[0]) == ((1, 1), (1, 2))
+    assert (watched.seen[-1], resumed.seen[0]) == ((1, 1), (1, 2))
 
 
 def test_second_ctrl_c(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second ctrl-C does not wait for the batch under way."""
-    said = threading.Event()
+    """The second ctrl-C does not wait for the current batch."""
+    logged = threading.Event()
 
-    class Said(logging.Handler):
+    class WaitForLine(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "once more leaves at once" in record.getMessage():
-                said.set()
+            if "again to exit immediately" in record.getMessage():
+                logged.set()
 
     def hang() -> None:
-        me(signal.SIGINT)()
-        assert said.wait(20)
-        me(signal.SIGINT)()
+        send(signal.SIGINT)()
+        assert logged.wait(20)
+        send(signal.SIGINT)()
         assert not threading.Event().wait(60)
-        raise AssertionError("still there")
+        raise AssertionError("still running")
 
-    logging.getLogger("keras_distplug").addHandler(hears := Said())
+    logging.getLogger("keras_distplug").addHandler(waiting := WaitForLine())
     try:
         with pytest.raises(KeyboardInterrupt):
             fit(tmp_path, At(1, 1, hang))
     finally:
-        logging.getLogger("keras_distplug").removeHandler(hears)
+        logging.getLogger("keras_distplug").removeHandler(waiting)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_fit_behind_one_that_failed(number: signal.Signals, tmp_path: Path) -> None:
-    """A `fit` that has ended by an error leaves nothing in the way of the next one."""
+def test_fit_after_error(number: signal.Signals, tmp_path: Path) -> None:
+    """A `fit` that ended with an error does not affect the next one."""
     for folder in "ab":
         with pytest.raises(small.Interrupted):
             fit(tmp_path / folder, At(1, 0, fail))
@@ -200,11 +203,11 @@ def test_fit_behind_one_that_failed(number: signal.Signals, tmp_path: Path) -> N
     with pytest.raises(small.Interrupted):
         fit(tmp_path / "d", At(1, 0, fail))
     with pytest.raises(KeyboardInterrupt):
-        me(signal.SIGINT)()
+        send(signal.SIGINT)()
 
 
-def test_handler_that_comes_later(heard: Heard, tmp_path: Path) -> None:
-    """A handler that is installed during `fit` stays, and reaches the script's own through ours."""
+def test_later_handler(recorder: Recorder, tmp_path: Path) -> None:
+    """A handler installed during `fit` stays, and reaches the script's own one through ours."""
     later: list[int] = []
 
     def install() -> None:
@@ -217,14 +220,14 @@ def test_handler_that_comes_later(heard: Heard, tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, handler)
 
     fit(tmp_path, At(1, 0, install))
-    me(signal.SIGTERM)()
-    assert heard.came.wait(30)
-    assert later == heard.numbers == [signal.SIGTERM]
+    send(signal.SIGTERM)()
+    assert recorder.came.wait(30)
+    assert later == recorder.numbers == [signal.SIGTERM]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_children(heard: Heard, tmp_path: Path) -> None:
-    """A signal to a forked child is the child's, which it ends, and nobody else's."""
+def test_children(recorder: Recorder, tmp_path: Path) -> None:
+    """A signal to a forked child ends the child and does not affect the parent."""
     codes = []
 
     def fork() -> None:
@@ -241,17 +244,17 @@ def test_children(heard: Heard, tmp_path: Path) -> None:
     assert codes == [-signal.SIGTERM]
 
 
-def test_validation_at_the_end(heard: Heard, tmp_path: Path) -> None:
-    """A signal that comes too late to stop training reaches the script when it has ended."""
-    at_end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: me(signal.SIGTERM)())
+def test_validation_at_the_end(recorder: Recorder, tmp_path: Path) -> None:
+    """A signal that comes too late to stop training reaches the script after training."""
+    at_end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: send(signal.SIGTERM)())
     _, history = fit(tmp_path, at_end)
     assert len(history["loss"]) == 3
-    assert heard.came.wait(30)
-    assert heard.numbers == [signal.SIGTERM]
+    assert recorder.came.wait(30)
+    assert recorder.numbers == [signal.SIGTERM]
 
 
 def test_handler_that_exits(tmp_path: Path) -> None:
-    """A script's own handler that ends the process does so behind the checkpoint."""
+    """A script's own handler that exits the process does so after the checkpoint."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, At(1, 1, fit_by(signal.SIGTERM)))
@@ -266,25 +269,25 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("ends", [lambda: None, fail], ids=["end", "error"])
-def test_signal_behind_the_end(ends: Callable[[], None], heard: Heard, tmp_path: Path) -> None:
-    """A signal that comes when `fit` has ended, even by an error, is the script's own."""
+def test_signal_after_fit(ends: Callable[[], None], recorder: Recorder, tmp_path: Path) -> None:
+    """A signal after `fit`, even after an error, goes to the script's own handler."""
     with contextlib.suppress(small.Interrupted):
         fit(tmp_path, At(1, 0, ends))
-    me(signal.SIGTERM)()
-    assert heard.came.wait(30)
-    assert heard.numbers == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) is heard
+    send(signal.SIGTERM)()
+    assert recorder.came.wait(30)
+    assert recorder.numbers == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is recorder
 
 
 def test_ignored_signal(tmp_path: Path) -> None:
-    """A signal that the process ignores stays ignored."""
+    """A signal that the process ignores remains ignored."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    fit(tmp_path, At(1, 0, me(signal.SIGUSR1)))
+    fit(tmp_path, At(1, 0, send(signal.SIGUSR1)))
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
 
 
 def test_in_another_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where `fit` runs in another thread, training goes on without signals, which is said."""
+    """If `fit` runs in another thread, signals are not noticed, and this is logged."""
     done = []
     thread = threading.Thread(target=lambda: done.append(fit(tmp_path)))
     thread.start()
@@ -293,33 +296,33 @@ def test_in_another_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "signals are not noticed" in caplog.text
 
 
-def test_told_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, where leaving would end a thread only, a cloud's notice makes `fit` raise."""
+def test_notice_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread, where an exit would end only that thread, a notice makes `fit` raise."""
     announced = threading.Event()
 
     def poll() -> Notice:
         assert announced.wait(60)
         return Notice("AWS", "spot instance-action terminate", None, is_final=True)
 
-    def tell() -> None:
+    def announce() -> None:
         announced.set()
-        assert told.wait(60)
+        assert handled.wait(60)
 
-    told = threading.Event()
+    handled = threading.Event()
     on_notice = kd.PreemptionHandler._on_notice
 
-    def notice_and_tell(self: kd.PreemptionHandler, notice: Notice) -> None:
+    def handle_notice(self: kd.PreemptionHandler, notice: Notice) -> None:
         on_notice(self, notice)
-        told.set()
+        handled.set()
 
     monkeypatch.setattr(preemption_handler, "detect", lambda: "a cloud")
     monkeypatch.setattr(preemption_handler, "poller", lambda cloud: poll)
-    monkeypatch.setattr(kd.PreemptionHandler, "_on_notice", notice_and_tell)
+    monkeypatch.setattr(kd.PreemptionHandler, "_on_notice", handle_notice)
     raised: list[BaseException] = []
 
     def train() -> None:
         try:
-            fit(tmp_path, At(1, 0, tell), cloud=True, exit=None)
+            fit(tmp_path, At(1, 0, announce), cloud=True, exit=None)
         except BaseException as error:  # noqa: BLE001 (a SystemExit would be wrong)
             raised.append(error)
 
@@ -331,14 +334,14 @@ def test_told_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where a checkpoint would take longer than there is time, the one before stands."""
+    """If there is no time for a checkpoint, the previous one is used."""
 
-    def tell() -> None:
+    def preempt() -> None:
         saver.wait_for_all()
         fit_by(signal.SIGTERM)()
 
     with pytest.raises(Preempted, match="the checkpoint of step 4"):
-        fit(tmp_path, At(1, 1, tell), grace_secs=0)
+        fit(tmp_path, At(1, 1, preempt), grace_secs=0)
     assert "no checkpoint of step" in caplog.text
     resumed = At(9, 9, fail)
     fit(tmp_path, resumed)
@@ -346,22 +349,21 @@ def test_no_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "said"),
+    ("then", "logged"),
     [
         ('find "$RUNS" -name MANIFEST.json > "$RUNS/there"', "job 1234 is in Slurm's queue again"),
-        ("echo 'not allowed'; exit 4", "start the job again yourself: exit code 4: not allowed"),
+        ("echo 'not allowed'; exit 4", "restart the job yourself: exit code 4: not allowed"),
     ],
     ids=["done", "refused"],
 )
 def test_requeue(
     then: str,
-    said: str,
+    logged: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Behind the checkpoint the job goes into Slurm's queue again; where that fails, it is told,
-    and all else is as it would be without."""
+    """The job is requeued after the checkpoint; a failure is logged and has no other effect."""
     slurm = FakeSlurm(tmp_path / "bin", then)
     for name, value in slurm.env.items():
         monkeypatch.setenv(name, value)
@@ -369,7 +371,7 @@ def test_requeue(
     with pytest.raises(Preempted, match="with the checkpoint of step") as ended:
         fit(tmp_path / "runs", At(1, 1, fit_by(signal.SIGTERM)), requeue=True)
     assert slurm.asked() == ["requeue 1234"]
-    assert said in caplog.text
+    assert logged in caplog.text
     if "find" in then:
         step = re.search(r"checkpoint of step (\d+)", str(ended.value))
         assert step is not None
@@ -377,7 +379,7 @@ def test_requeue(
 
 
 def test_no_requeue_for_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the user has ended stays so."""
+    """A job that the user has stopped is not requeued."""
     slurm = FakeSlurm(tmp_path / "bin")
     for name, value in slurm.env.items():
         monkeypatch.setenv(name, value)
@@ -387,7 +389,7 @@ def test_no_requeue_for_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_unusable_arguments(tmp_path: Path) -> None:
-    """They are refused before training."""
+    """Invalid arguments are refused before training."""
     with pytest.raises(ConfigurationError, match="SIGKILL"):
         kd.PreemptionHandler([signal.SIGKILL])
     with pytest.raises(ConfigurationError, match="grace_secs"):
@@ -399,15 +401,13 @@ def test_unusable_arguments(tmp_path: Path) -> None:
 
 
 class Own(kd.PreemptionHandler):
-    """Of a user's class."""
+    """A user's subclass."""
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("kind", [kd.PreemptionHandler, Own])
-def test_beside_that_of_defaults(
-    kind: type[kd.PreemptionHandler], is_first: bool, tmp_path: Path
-) -> None:
-    """One of the user's own takes the place of that among `defaults()`, wherever it stands."""
+def test_replaces_default(kind: type[kd.PreemptionHandler], is_first: bool, tmp_path: Path) -> None:
+    """A handler of the user replaces the one of `defaults()`, in any order."""
     own = kind(exit=False, cloud=False)
     callbacks = [own, *kd.defaults(tmp_path)] if is_first else [*kd.defaults(tmp_path), own]
     callbacks.append(At(0, 0, fit_by(signal.SIGTERM)))
@@ -417,11 +417,13 @@ def test_beside_that_of_defaults(
 
 
 @pytest.mark.parametrize(
-    ("cause", "is_told"), [(ConnectionError("closed"), False), (TimeoutError("slow"), True)]
+    ("cause", "is_logged"), [(ConnectionError("closed"), False), (TimeoutError("slow"), True)]
 )
-def test_lost_words(cause: Exception, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """That a lost worker agrees to nothing more is no news of its own: `fit` ends with that."""
-    error = AgreementError("no word")
+def test_failed_agreement(
+    cause: Exception, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failed agreement is logged, except with a lost worker, which `fit` itself reports."""
+    error = AgreementError("no message")
     error.__cause__ = cause
     kd.PreemptionHandler()._on_lost(error)
-    assert ("could not agree" in caplog.text) is is_told
+    assert ("could not agree" in caplog.text) is is_logged

@@ -1,4 +1,4 @@
-"""Asking a program that stands in for Slurm's `scontrol`."""
+"""Requeuing, with a mock of Slurm's `scontrol`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.timeout(60)
     ids=["job", "task of an array"],
 )
 def test_which_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
-    """Slurm is asked for this job, or this task of an array, and no other one."""
+    """Exactly this job, or this task of an array, is requeued."""
     slurm = FakeSlurm(tmp_path / "bin")
     assert Requeue.from_environment(slurm.env | env).ask() == f"job {job} is in Slurm's queue again"
     assert slurm.asked() == [f"requeue {job}"]
 
 
-# As Slurm 22.05 shows a job whose processes have had SIGTERM, or a signal that it asked for.
+# Output of Slurm 22.05 for a job whose processes received SIGTERM or a requested signal.
 @pytest.mark.parametrize(
-    ("shown", "restarts", "is_asked", "said"),
+    ("shown", "restarts", "is_asked", "message"),
     [
         ("JobState=SIGNALING Reason=None Restarts=0", 0, True, "in Slurm's queue again"),
         ("JobState=COMPLETING Reason=None Restarts=0", 0, False, "was canceled, so it is not"),
@@ -72,16 +72,18 @@ def test_which_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
         *("preempted", "not preempted", "preempted before", "text", "unknown"),
     ],
 )
-def test_why_it_ends(shown: str, restarts: int, is_asked: bool, said: str, tmp_path: Path) -> None:
-    """A job that was canceled stays so, and one that is in the queue is not put there again."""
+def test_why_it_ends(
+    shown: str, restarts: int, is_asked: bool, message: str, tmp_path: Path
+) -> None:
+    """A canceled or already requeued job is not requeued."""
     slurm = FakeSlurm(tmp_path / "bin", shown=shown)
     ours = Requeue.from_environment(slurm.env | {"SLURM_RESTART_COUNT": str(restarts)})
-    assert said in ours.ask()
+    assert message in ours.ask()
     assert slurm.asked() == ["requeue 1234"] * is_asked
 
 
-def test_nothing_to_ask(tmp_path: Path) -> None:
-    """Outside a job, or without the program, it is refused at once."""
+def test_without_slurm(tmp_path: Path) -> None:
+    """Outside a job, or without the program, requeuing is refused immediately."""
     slurm = FakeSlurm(tmp_path / "bin")
     with pytest.raises(ConfigurationError, match="no SLURM_JOB_ID"):
         Requeue.from_environment({"PATH": slurm.env["PATH"]})
@@ -94,23 +96,23 @@ def test_nothing_to_ask(tmp_path: Path) -> None:
     ("then", "failure"),
     [
         ("echo 'Job may not be requeued' >&2; exit 3", "exit code 3: Job may not be requeued"),
-        ("exit 1", "exit code 1: it says nothing"),
-        ("exec sleep 100", "it has not answered within 0.5 s"),
+        ("exit 1", "exit code 1: no output"),
+        ("exec sleep 100", "no answer within 0.5 s"),
     ],
     ids=["refuses", "silent", "hangs"],
 )
 def test_failure(then: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is told; what hangs is given up."""
+    """A failure is reported; a program that hangs is abandoned."""
     monkeypatch.setattr(requeue, "_TIMEOUT_S", 0.5 if "sleep" in then else 20.0)
     slurm = FakeSlurm(tmp_path / "bin", then)
-    said = Requeue.from_environment(slurm.env).ask()
-    assert said.endswith(f"failed, so start the job again yourself: {failure}")
-    if "sleep" not in then:  # which may be given up before it has begun
+    message = Requeue.from_environment(slurm.env).ask()
+    assert message.endswith(f"failed, so restart the job yourself: {failure}")
+    if "sleep" not in then:  # that one may be abandoned before it has started
         assert slurm.asked() == ["requeue 1234"]
 
 
 def test_program_that_cannot_start(tmp_path: Path) -> None:
-    """A program that is gone by then is a failure like others."""
+    """A program that no longer exists is a failure like others."""
     slurm = FakeSlurm(tmp_path / "bin")
     ours = Requeue.from_environment(slurm.env)
     Path(ours.program).unlink()

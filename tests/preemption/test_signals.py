@@ -1,4 +1,4 @@
-"""Signals that are handed over to who was there before."""
+"""Signals that are handed over to the previous handler."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from keras_distplug.preemption.signal_watch import SignalWatch
 NUMBER = signal.SIGUSR1
 
 
-class Heard(Exception):
+class Received(Exception):
     pass
 
 
 def handler(number: int, frame: Any) -> None:
-    raise Heard
+    raise Received
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def watch() -> Iterator[SignalWatch]:
 
 
 class Kills:
-    """Sends signals, but for the first ones."""
+    """Sends signals, except the first ones."""
 
     def __init__(self, lost: int) -> None:
         self.stock = signal.pthread_kill
@@ -49,17 +49,19 @@ class Kills:
 
 @pytest.mark.parametrize("lost", [0, 2])
 def test_handed_over(lost: int, watch: SignalWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread hears of it in the middle of a wait, at the latest with the next one: a
-    signal that comes before a wait has begun does not end that."""
-    monkeypatch.setattr(signal_watch, "_AGAIN_S", 0.2)
+    """The main thread receives the signal during a wait, if necessary at the next attempt.
+
+    A signal that arrives just before a wait does not end it.
+    """
+    monkeypatch.setattr(signal_watch, "_REPEAT_SECS", 0.2)
     monkeypatch.setattr(signal, "pthread_kill", kills := Kills(lost))
     thread = threading.Thread(target=watch.hand_over, args=(NUMBER,))
 
     def wait() -> None:
         thread.start()
-        assert not threading.Event().wait(60), "it was not heard"
+        assert not threading.Event().wait(60), "the signal was not received"
 
-    with pytest.raises(Heard):
+    with pytest.raises(Received):
         wait()
     thread.join(30)
     assert not thread.is_alive()
@@ -67,9 +69,9 @@ def test_handed_over(lost: int, watch: SignalWatch, monkeypatch: pytest.MonkeyPa
     assert signal.getsignal(NUMBER) is handler
 
 
-def test_handler_that_came_later(watch: SignalWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not ask those before hears it once."""
-    monkeypatch.setattr(signal_watch, "_AGAIN_S", 0.2)
+def test_later_handler(watch: SignalWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later handler that does not call the previous one receives the signal once."""
+    monkeypatch.setattr(signal_watch, "_REPEAT_SECS", 0.2)
     numbers: list[int] = []
     came = threading.Event()
 

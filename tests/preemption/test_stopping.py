@@ -1,4 +1,4 @@
-"""Workers that are told to stop while they train, each in a thread."""
+"""Workers, each in a thread, that are preempted while they train."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.core.errors import AgreementError  # noqa: E402
 from keras_distplug.preemption.stopping import Cause, Stop, StopTogether  # noqa: E402
 
-MOMENTS = 3000  # more than pass until a word has come
+STEPS = 3000  # more than a message takes to arrive
 
 
 class Cluster:
-    """Workers that are never more than one moment apart, as those of a synchronous training."""
+    """Workers that are never more than one step apart, as in synchronous training."""
 
-    def __init__(self, workers: int, told: Mapping[int, int] | None = None) -> None:
+    def __init__(self, workers: int, preempted: Mapping[int, int] | None = None) -> None:
         addresses = {"worker": tuple(f"host:{n}" for n in range(workers))}
         self.memory = Memory()
         self.lost: list[AgreementError] = []
@@ -33,20 +33,20 @@ class Cluster:
         self.stops = [
             StopTogether(Channel(role, self.memory, "session/"), self.lost.append) for role in roles
         ]
-        self.told = told or {}
+        self.preempted = preempted or {}
         self.all_reduce = threading.Barrier(workers)
-        self.stopped: list[tuple[int, Cause | None]] = [(MOMENTS, None)] * workers
+        self.stopped: list[tuple[int, Cause | None]] = [(STEPS, None)] * workers
         self.threads = [
             threading.Thread(target=self._train, args=(n,), daemon=True) for n in range(workers)
         ]
 
     def _train(self, worker: int) -> None:
-        for moment in range(1, MOMENTS + 1):
+        for step in range(1, STEPS + 1):
             self.all_reduce.wait(60)
-            if self.told.get(worker) == moment:
+            if self.preempted.get(worker) == step:
                 self.stops[worker].tell(cause(worker))
             if (why := self.stops[worker].is_due()) is not None:
-                self.stopped[worker] = (moment, why)
+                self.stopped[worker] = (step, why)
                 return
 
     def train(self) -> None:
@@ -76,40 +76,40 @@ def cause(worker: int) -> Cause:
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("workers", [2, 3])
-def test_all_stop_at_one_moment(workers: int, seed: int, clusters: list[Cluster]) -> None:
-    """Whoever is told, and how many, and when: all stop at the same moment, by the same cause, and
-    soon."""
+def test_same_step(workers: int, seed: int, clusters: list[Cluster]) -> None:
+    """Whichever workers are notified, at whatever time, all stop soon, at the same step and for
+    the same cause."""
     draw = random.Random(seed)
-    told = draw.sample(range(workers), draw.randint(1, workers))
-    moments = {worker: draw.randint(1, 9) for worker in told}
-    cluster = Cluster(workers, moments)
+    preempted = draw.sample(range(workers), draw.randint(1, workers))
+    steps = {worker: draw.randint(1, 9) for worker in preempted}
+    cluster = Cluster(workers, steps)
     clusters.append(cluster)
     cluster.train()
     assert len(set(cluster.stopped)) == 1
     at, why = cluster.stopped[0]
-    assert at >= min(moments.values())
-    assert why in [cause(each) for each in told]
+    assert at >= min(steps.values())
+    assert why in [cause(each) for each in preempted]
     assert cluster.lost == []
 
 
-def test_nobody_is_told(clusters: list[Cluster]) -> None:
-    """Training goes to its end, and nothing is said but at the close."""
+def test_no_preemption(clusters: list[Cluster]) -> None:
+    """Training finishes, and no messages are sent, except on closing."""
     cluster = Cluster(2)
     clusters.append(cluster)
     cluster.train()
-    assert cluster.stopped == [(MOMENTS, None)] * 2
+    assert cluster.stopped == [(STEPS, None)] * 2
     assert cluster.memory.values == {}
 
 
 def test_waits_for_a_frozen_worker(
     clusters: list[Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that does not answer for longer than one waits for a word is waited for."""
+    """The workers wait even for one that does not answer within the message timeout."""
     monkeypatch.setattr(listeners, "_PATIENCE_S", 0.05)
     cluster = Cluster(2)
     clusters.append(cluster)
     frozen = cluster.stops[1]
-    with frozen._lock:  # it can say nothing
+    with frozen._lock:  # it cannot answer
         cluster.stops[0].tell(cause(0))
         assert cluster.memory.wait_for("keras_distplug/told/session/moment/0")
         assert not cluster.memory.wait_for("keras_distplug/told/session/stop", 0.3)
@@ -118,19 +118,19 @@ def test_waits_for_a_frozen_worker(
     assert cluster.stopped == [(1, cause(0))] * 2
 
 
-def test_lost_words(clusters: list[Cluster]) -> None:
-    """Without a store training goes on to its own end, and the user hears why it did not stop."""
+def test_lost_store(clusters: list[Cluster]) -> None:
+    """Without the store, training finishes, and the reason for not stopping is reported."""
     cluster = Cluster(2)
     clusters.append(cluster)
     cluster.memory.breaks_at = "keras_distplug/told/session/stop"
     cluster.stops[0].tell(cause(0))
     cluster.train()
-    assert cluster.stopped == [(MOMENTS, None)] * 2
+    assert cluster.stopped == [(STEPS, None)] * 2
     assert len(cluster.lost) == 2
 
 
 def test_alone() -> None:
-    """One process stops at the next moment, for the first cause."""
+    """A single process stops at the next opportunity, for the first cause."""
     stop = Stop()
     assert stop.is_due() is None
     stop.tell(cause(0))

@@ -253,7 +253,7 @@ def test_notes_about_lines(files: Files) -> None:
         assert len(fit.entries) == 1 + step
     sink.close()
     [note] = notes
-    assert re.fullmatch(r".*/log/one.*\.jsonl, line 3 is skipped: there is no field 'event'", note)
+    assert re.fullmatch(r".*/log/one.*\.jsonl, line 3 is skipped: field 'event' is missing", note)
 
 
 @pytest.mark.parametrize(

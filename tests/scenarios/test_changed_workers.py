@@ -1,4 +1,4 @@
-"""Each time another number of workers: the samples of a training, and their order, stay."""
+"""The number of workers changes at every restart: samples and their order do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = 42
 
 
 def run(folder: Path, data: str, attempts: list[Attempt]) -> dict[str, np.ndarray]:
-    """What the last attempt ends with; the others were killed as they should be."""
+    """Returns the result of the last attempt; the others were killed as planned."""
     kills = [attempt.kill for attempt in attempts if attempt.kill]
     for attempt in attempts:
         options = ["--max-restarts", "0"]
@@ -38,7 +38,7 @@ def undisturbed(
 ) -> Callable[[str], tuple[Steps, dict[str, np.ndarray]]]:
     @cache
     def undisturbed(data: str) -> tuple[Steps, dict[str, np.ndarray]]:
-        """One worker, from the first step to the last one."""
+        """A single worker, from the first step to the last one."""
         folder = tmp_path_factory.mktemp("undisturbed")
         outcome = run(folder, data, [Attempt(1)])
         return noted(folder, Attempt(1), 0), outcome
@@ -64,10 +64,12 @@ def test_changed(
     undisturbed: Callable[[str], tuple[Steps, dict[str, np.ndarray]]],
     tmp_path: Path,
 ) -> None:
-    """Killed in mid-epoch and gone on with by more workers, killed, and gone on with by one: each
-    global batch holds the samples it would have held, in their order, also where a batch does not
-    divide and where a replica has none; no sample comes twice in an epoch, none is left out; and
-    the end is that of an undisturbed training but for rounding."""
+    """Killed mid-epoch, resumed by more workers, killed, and resumed by one worker.
+
+    Every global batch holds the same samples in the same order, even if it cannot be divided
+    equally or a replica gets none. No sample is repeated or skipped in an epoch. The result equals
+    that of an uninterrupted training, except for rounding.
+    """
     expected, end = undisturbed(data)
     assert list(expected) == list(range(EPOCHS * BATCHES))
     for epoch in range(EPOCHS):

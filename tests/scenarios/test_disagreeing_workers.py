@@ -1,4 +1,4 @@
-"""Two real workers that are about to train different things."""
+"""Two real workers with different configurations."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ NOTED = {
 
 
 def test_disagreeing(tmp_path: Path) -> None:
-    """Both refuse what would make the training wrong, with both values; they go on with the chief's
-    seed and learning rate, and say so; each may read its own part of the data."""
+    """Both workers refuse differences that would corrupt training, and report both values.
+
+    They continue with the chief's seed and learning rate, and log that. Every worker may read its
+    own part of the data.
+    """
     for worker in run_workers([str(SCRIPT), str(tmp_path)], 2, timeout_s=240):
         assert worker.returncode == 0, worker.output
     chief, other = (json.loads((tmp_path / f"worker-{n}.json").read_text()) for n in range(2))
@@ -56,6 +59,6 @@ def test_disagreeing(tmp_path: Path) -> None:
                 continue
             assert told["error"] is None, where
             assert told["weights"] == other[way][kind]["weights"], where
-            # A variable made in the scope has the chief's value already.
+            # A variable created in the scope already has the chief's value.
             noted = None if (way, kind) == ("fit", "learning_rate") else NOTED.get(kind)
             assert told["noted"] == ([] if noted is None else [f"the workers differ: {noted}"])

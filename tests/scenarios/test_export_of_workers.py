@@ -1,4 +1,4 @@
-"""Files for others, made in the middle of a training of several workers."""
+"""Exported files, written in the middle of a training with several workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "saving.py"
 
 
 def test_export_of_two_workers(tmp_path: Path) -> None:
-    """All workers call `export` and the chief writes: the files hold what the model held, and the
-    training ends in the bits of one that exports nothing."""
+    """All workers call `export`, and the chief writes the files, which hold the current model.
+
+    The training is bit-identical to one without exports.
+    """
     outcomes = {}
     for name, how in (("plain", ()), ("export", ("export",))):
         (tmp_path / name / "exported").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Faults of all kinds, one after the other, on a job with all that watches over it."""
+"""Faults of all kinds, one after another, on a job with all watchdogs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     ],
 )
 def test_faults(train: Train, set_up: SetUp, faults: Faults) -> None:
-    """Each fault comes, once; its cause and the process are named; no more is trained again than
-    since the newest checkpoint; and the end is that of a run with the same data that nobody
-    disturbed, to the bit. (With parameter servers, all steps are taken.)"""
+    """Every fault occurs exactly once, and its cause and process are named.
+
+    Only the batches since the newest checkpoint are repeated. The result is bit-identical to that
+    of an uninterrupted run with the same data. (With parameter servers, all steps are taken.)
+    """
     ended = train(set_up, faults)
     job = Job(set_up, "", epochs=fault_matrix.epochs(set_up))
     assert list(fault_matrix.wrong(ended.results, job)) == [], ended.printed
@@ -55,11 +57,11 @@ def test_faults(train: Train, set_up: SetUp, faults: Faults) -> None:
     if set_up is SERVERS:
         [outcome] = ended.outcomes
         done = job.epochs * job.batches
-        # A step is taken twice if its worker is killed behind it, before it has said so.
+        # A step is repeated if its worker is killed after it, before reporting it.
         assert done <= outcome["iterations"] <= done + 1
         return
     if faults is fault_matrix.hangs:
-        # As `traceback` prints it, or `faulthandler`, where the interpreter's lock was kept.
+        # In the format of `traceback`, or of `faulthandler` if the interpreter's lock was held.
         assert re.search(r'File "\S*harm.py", line \d+,? in _do', ended.printed)
     expected = train(set_up, fault_matrix.data).outcomes[0]
     for outcome in ended.outcomes:

@@ -1,4 +1,4 @@
-"""With TensorFlow: a restarted worker is forked, and ends in the bits of an undisturbed run."""
+"""With TensorFlow: restarted workers are forked, with results identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "forked.py"
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_forked_after_a_kill(tmp_path: Path, workers: int) -> None:
-    """SIGKILL once the fork server is ready: all workers are forked from it, though the script sets
-    an environment variable before it imports TensorFlow, and end as if nobody had been killed."""
+    """SIGKILL once the fork server is ready: all workers are then forked.
+
+    The script sets an environment variable before it imports TensorFlow. The result is the same as
+    without a kill.
+    """
     found = {}
     for fault in ("none", "kill"):
         folder = tmp_path / fault
         folder.mkdir()
         log = folder / "log"
         command = [str(SCRIPT), str(folder), fault]
-        # With a fault, it is started as by a user; the fork server comes later.
+        # With a fault, the script is started as by a user; the fork server comes later.
         is_forked = fault == "none"
         ended = run_job(command, workers, f"--log={log}", is_forked=is_forked, timeout_s=200)
         assert ended.returncode == 0, ended.output

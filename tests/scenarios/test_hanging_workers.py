@@ -1,5 +1,4 @@
-"""What a process that no longer gets on leaves behind. That it is found, and named: the matrix of
-faults."""
+"""The remains of a hanging process. The fault matrix tests that hangs are detected and named."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def test_exit_code(tmp_path: Path) -> None:
-    """Without a supervisor the process leaves with 200, and its stacks."""
+    """Without a supervisor, the process exits with 200, and leaves its stack traces."""
     Job(SetUp("one process"), str(tmp_path / "runs")).write(tmp_path)
     fault.write(tmp_path, [fault.starve(at_step=13)])
     [ended] = run_workers([str(harmed.SCRIPT), str(tmp_path)], 1, timeout_s=200)

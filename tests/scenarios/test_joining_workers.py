@@ -1,4 +1,4 @@
-"""Real processes without a supervisor that come together, or do not."""
+"""Real processes without a supervisor that form a cluster, or fail to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "joining.py"
 
 @pytest.mark.parametrize("ways", [("init", "own"), ("own", "init")], ids=str)
 def test_different_ways(ways: tuple[str, str]) -> None:
-    """TensorFlow connects workers that have met with others that have not."""
+    """TensorFlow connects workers that have met through `kd.init()` with others that have not."""
     for ended in run_workers([str(SCRIPT), *ways], 2, timeout_s=200):
         assert ended.returncode == 0, ended.output
         assert "built" in ended.output
@@ -27,7 +27,7 @@ def test_different_ways(ways: tuple[str, str]) -> None:
 @pytest.mark.parametrize("way", ["early", "joined"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_of_a_script(failing: int, way: str) -> None:
-    """One that raises before `fit` ends the other, which names it, and its error."""
+    """A worker that raises before `fit` ends the other one, which reports its name and error."""
     ways = ["init", "init"]
     ways[failing] = way
     ended = run_workers([str(SCRIPT), *ways], 2, timeout_s=100)
@@ -42,7 +42,7 @@ def test_error_of_a_script(failing: int, way: str) -> None:
 @pytest.mark.parametrize("task", ["worker", "chief"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
 def test_signals_end_the_wait(task: str, number: signal.Signals) -> None:
-    """A chief that waits for its worker, or for its parameter server, ends by a signal."""
+    """A signal ends a chief that waits for its worker or its parameter server."""
     other = "ps" if task == "chief" else None
     names = ["chief", "worker", other] if other else ["worker", "worker"]
     addresses = [f"127.0.0.1:{port}" for port in free_ports(len(names))]

@@ -1,4 +1,4 @@
-"""Killed at random moments, at random, in all ways: the end is that of a run nobody disturbed."""
+"""Kills of random kinds at random times: the result is that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Train = Callable[..., list[Outcome]]
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @cache
     def train(setup: str, seed: int, kills: int, control: str | None = None) -> list[Outcome]:
-        """The outcome on each worker; as many were killed as should be."""
+        """Returns the results of all workers; checks that the planned number was killed."""
         folder = tmp_path_factory.mktemp("job")
         name, workers, devices = SETUPS[setup]
         faults = drawn(seed, kills, workers)
@@ -51,13 +51,13 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 def compare(train: Train, setup: str, seed: int) -> None:
-    expected = train(setup, seed % 2, 0)  # all that the seed changes but the kills
+    expected = train(setup, seed % 2, 0)  # everything that depends on the seed, except the kills
     found = train(setup, seed, 1 + seed % 4)
     for worker, outcome in enumerate(found):
         assert differences(outcome, expected[worker]) == []
 
 
-# What the seed changes but the kills is known by its being odd or even: one undisturbed run each.
+# Except for the kills, only the seed's parity matters: there is one uninterrupted run for each.
 SEEDS = {"single": (1,), "mirrored": (1,), "2 workers x 2": (8,)}
 
 
@@ -65,9 +65,12 @@ SEEDS = {"single": (1,), "mirrored": (1,), "2 workers x 2": (8,)}
     ("setup", "seed"), [(setup, seed) for setup, seeds in SEEDS.items() for seed in seeds]
 )
 def test_killed_at_random(train: Train, setup: str, seed: int) -> None:
-    """One to four kills (SIGKILL, os._exit, exception) behind any batch, during a save, during
-    validation, between epochs: weights, optimizer, History, what EarlyStopping knows and the rows
-    of CSVLogger are those of an undisturbed run, to the bit, on each worker."""
+    """One to four kills (SIGKILL, os._exit, exception) at any time.
+
+    They occur after any batch, during a save, during validation, or between epochs. Weights,
+    optimizer, History, the state of EarlyStopping and the rows of CSVLogger are bit-identical to
+    those of an uninterrupted run, on every worker.
+    """
     compare(train, setup, seed)
 
 
@@ -82,7 +85,7 @@ def test_soak(train: Train, setup: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("setup", "control", "seed", "kills", "part"),
     [
-        ("single", "seeds", 33, 1, "variable"),  # in the second epoch, which leaves three
+        ("single", "seeds", 33, 1, "variable"),  # in the second epoch, so that three remain
         pytest.param("single", "metrics", 3, 4, "history", marks=pytest.mark.soak),
         pytest.param("mirrored", "replicas", 3, 4, "history", marks=pytest.mark.soak),
         pytest.param("2 workers", "replicas", 3, 4, "history", marks=pytest.mark.soak),
@@ -91,7 +94,7 @@ def test_soak(train: Train, setup: str, seed: int) -> None:
     ],
 )
 def test_control(train: Train, setup: str, control: str, seed: int, kills: int, part: str) -> None:
-    """The comparison sees it when seeds, metrics, or the metrics of a replica are not restored."""
+    """The comparison notices if seeds, metrics, or the metrics of a replica are not restored."""
     found_and_expected = zip(train(setup, seed, kills, control), train(setup, 1, 0), strict=True)
     for found, expected in found_and_expected:
         assert any(name.startswith(part) for name in differences(found, expected))

@@ -1,4 +1,4 @@
-"""One process, killed for real and started again by hand."""
+"""A single real process, killed and restarted by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(folder: Path, way: str, *faults: Fault) -> int:
 
 @pytest.mark.parametrize("way", ["distributed_fit", "plain_fit"])
 def test_killed_twice(way: str, tmp_path: Path) -> None:
-    """A script that was killed twice and started again ends as one that was not, to the bit."""
+    """A script that was killed and restarted twice is bit-identical to an uninterrupted one."""
     assert run(tmp_path / "a", way) == 0
     faults = (fault.kill(at_step=3), fault.kill(at_step=11))
     codes = [run(tmp_path / "b", way, *faults) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Real processes, real signals: the end must be that of the run nobody disturbed, to the bit."""
+"""Real processes and real signals: the result is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Events = list[dict[str, Any]]
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @cache
     def train(workers: int, way: str, *faults: Fault) -> tuple[list[Outcome], str]:
-        """The outcome on each worker and what was printed; every fault came, exactly once."""
+        """Returns the results of all workers and the output; every fault occurred exactly once."""
         folder = tmp_path_factory.mktemp("job")
         fault.write(folder, faults)
         ended = run_job([str(SCRIPT), str(folder), way], workers, timeout_s=450)
@@ -43,7 +43,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 def run_supervised(
     folder: Path, workers: int, options: list[str], way: str, *faults: Fault, ends_with: int = 0
 ) -> tuple[Events, str]:
-    """What the supervisor has logged, and what was printed."""
+    """Returns the supervisor's log and the output."""
     log = folder / "events"
     fault.write(folder, faults)
     command = [str(SCRIPT), str(folder), way]
@@ -53,7 +53,8 @@ def run_supervised(
 
 
 def outcomes_in(folder: Path, workers: int) -> list[Outcome]:
-    """What each worker ended with, and what callbacks of Keras have written; only the chief did."""
+    """Returns the workers' results, and the files of Keras' callbacks, written only by the
+    chief."""
     written = {"log.csv": np.array((folder / "log.csv").read_text())}
     with h5py.File(folder / "best.weights.h5") as file:
         file.visititems(
@@ -61,7 +62,7 @@ def outcomes_in(folder: Path, workers: int) -> list[Outcome]:
                 written.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
             )
         )
-    # Their names end in the writer's number, and one of its own.
+    # Their names end with the writer's number and a number per file.
     writers = {each.name.split(".")[-3] for each in (folder / "logs").glob("train/events.*")}
     assert writers <= set((folder / "pids-0").read_text().split())
     assert writers
@@ -69,7 +70,7 @@ def outcomes_in(folder: Path, workers: int) -> list[Outcome]:
 
 
 def first_causes(events: Events) -> list[tuple[str, str, int]]:
-    """Of each attempt that failed, the first one."""
+    """Returns the first cause of every failed attempt."""
     attempts = {each["attempt"] for each in events if each["event"] == "failed"}
     failed = [
         next(each for each in events if (each["event"], each["attempt"]) == ("failed", attempt))
@@ -92,21 +93,22 @@ def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
     ids=str,
 )
 def test_two_workers(train: Train, way: str, what: Fault) -> None:
-    """A job whose chief or other worker dies, or leaves with code 0, ends as if undisturbed."""
+    """A job whose chief or other worker dies, or exits with code 0, ends as if uninterrupted."""
     (expected, *others), _ = train(2, "distributed_fit")
     assert_same(others, expected)
     outcomes, printed = train(2, way, what)
     assert_same(outcomes, expected)
     in_epoch = re.search(r"resuming at epoch 2/4, batch [23]", printed)
     assert bool(in_epoch) is (way == "in_epoch")
-    cause = "was killed by SIGKILL" if what.kind == "kill" else "left without completing training"
+    cause = "was killed by SIGKILL" if what.kind == "kill" else "exited without completing training"
     assert re.search(rf"{what.who} {cause}.*; stopping all workers", printed)
     assert "training again" in printed
     assert "1 restart\n" in printed
 
 
 def test_two_deaths_of_a_plain_fit(train: Train) -> None:
-    """`model.fit(..., callbacks=kd.defaults())` survives the chief, and then the other worker."""
+    """`model.fit(..., callbacks=kd.defaults())` survives the death of the chief and of the other
+    worker."""
     (expected, *others), _ = train(2, "plain_fit")
     assert_same(others, expected)
     deaths = (fault.kill(0, at_step=5), fault.kill(1, at_step=9))
@@ -118,7 +120,7 @@ def test_two_deaths_of_a_plain_fit(train: Train) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("what", [fault.kill(0, at_step=6), fault.kill(2, at_step=7)], ids=str)
 def test_three_workers(train: Train, what: Fault) -> None:
-    """The same with three workers, for the chief and for the last one."""
+    """The same with three workers, for the chief and the last worker."""
     (expected, *others), _ = train(3, "distributed_fit")
     assert_same(others, expected)
     outcomes, _ = train(3, "distributed_fit", what)
@@ -127,8 +129,10 @@ def test_three_workers(train: Train, what: Fault) -> None:
 
 @pytest.mark.parametrize("what", [fault.kill(1, at_step=7), fault.lose(1, at_step=7)], ids=str)
 def test_local_tier(train: Train, what: Fault) -> None:
-    """Where only local checkpoints were made, a job goes on from the newest that both workers have;
-    without those of one it trains anew. Either way it ends as if undisturbed."""
+    """With only local checkpoints, a job resumes from the newest one that both workers have.
+
+    If one worker has lost its own, training starts from scratch. The result is the same either way.
+    """
     (expected, *others), _ = train(2, "distributed_fit")
     assert_same(others, expected)
     outcomes, printed = train(2, "local_tier", what)
@@ -138,8 +142,10 @@ def test_local_tier(train: Train, what: Fault) -> None:
 
 
 def test_fewer_workers(train: Train, tmp_path: Path) -> None:
-    """Where a worker fails again, the other one goes on alone, with the same data in the same
-    order: it ends where both would have ended, but for rounding."""
+    """If a worker keeps failing, the other one continues alone, with the same data and order.
+
+    The result is the same, except for rounding.
+    """
     (expected, *_), _ = train(2, "distributed_fit")
     faults = [fault.error(1, at_step=4), fault.error(1, at_step=6)]
     events, printed = run_supervised(tmp_path, 2, ["--min-workers=1"], "in_epoch", *faults)
@@ -155,14 +161,16 @@ def test_fewer_workers(train: Train, tmp_path: Path) -> None:
 
 
 def test_crash_loop(tmp_path: Path) -> None:
-    """A script that fails at the same place each time is given up, with the code for that, its
-    cause, and its newest checkpoint left."""
+    """A script that always fails at the same place is given up, with code 93 and the cause.
+
+    Its newest checkpoint remains.
+    """
     always = fault.error(0, at_step=7, every_time=True)
     events, printed = run_supervised(tmp_path, 1, [], "distributed_fit", always, ends_with=93)
     assert [each.index for each in fault.fired(tmp_path)] == [0] * 4
     assert first_causes(events) == [("worker-0", "FAILED", 1)] * 4
     assert events[-1]["exit_code"] == 93
-    assert "RuntimeError: so it was told" in printed
-    assert "3 attempts in a row made no newer checkpoint (--max-without-progress)" in printed
+    assert "RuntimeError: requested by the test" in printed
+    assert "3 consecutive attempts without a newer checkpoint (--max-without-progress)" in printed
     assert "first failure: worker-0 exited with code 1 at " in printed
     assert list((tmp_path / "runs").glob("run-0001/step-*/*MANIFEST*")), printed

@@ -15,7 +15,7 @@ from support.cluster import ROOT, environment
 pytestmark = pytest.mark.cluster
 
 LIMITS = {
-    "macOS": "a process that hangs in C code is not ended",
+    "macOS": "a process that hangs in C code is not killed",
     "Windows": "SIGUSR1 and SIGUSR2 do not exist",
 }
 
@@ -33,7 +33,7 @@ def run(system: str, folder: Path, what: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("system", ["macOS", "Windows"])
 def test_interrupted(system: str, tmp_path: Path) -> None:
-    """Training resumes in mid-epoch with plain Keras' bits, and the commands work on the run."""
+    """Training resumes mid-epoch, bit-identical to plain Keras, and the commands handle the run."""
     interrupted = run(system, tmp_path, "interrupted")
     assert "KeyboardInterrupt" in interrupted.stderr
     resumed = run(system, tmp_path, "resumed")

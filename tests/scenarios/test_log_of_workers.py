@@ -1,4 +1,4 @@
-"""The log of a job whose worker is killed: all its attempts, and where each second went."""
+"""The log of a job whose worker is killed: all attempts, and the use of every second."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
 FAULT = fault.kill(1, at_step=7)
-LATE = 1  # the worker whose data come late
-STEPS = 3  # of an epoch
+LATE = 1  # the worker whose data is late
+STEPS = 3  # in an epoch
 EPOCHS = 4
-OF_OTHERS = ("Multiple instances of Three.js", "software WebGL")  # other tabs' complaints
+OF_OTHERS = ("Multiple instances of Three.js", "software WebGL")  # error messages of other tabs
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Job:
     folder: Path
     fits: list[Fit]
     supervised: list[Entry]
-    noted: list[Entry]  # what `--log` has of it
+    noted: list[Entry]  # the supervisor's own log (`--log`)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(folder, fits, supervised, noted)
 
 
-def test_who_has_told(job: Job) -> None:
-    """Each worker in each attempt, and the supervisor, which says there what `--log` has."""
+def test_sources(job: Job) -> None:
+    """The log has every worker of every attempt, and the supervisor with the events of `--log`."""
     told = [(each.began.rank, each.entries[0].attempt) for each in job.fits]
     assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert job.supervised == job.noted
@@ -75,7 +75,7 @@ def test_who_has_told(job: Job) -> None:
 
 
 def test_attempts(job: Job) -> None:
-    """The first one ended by the kill, with what it cost; the second one finished."""
+    """The first attempt ended with the kill, and its cost; the second one finished."""
     first, second = goodput_totals.attempts(job.fits, job.supervised)
     assert first.exit_code == 137
     assert first.end is not None
@@ -88,8 +88,8 @@ def test_attempts(job: Job) -> None:
     assert (second.end, second.lost_steps) == ("finished", 0)
 
 
-def test_every_second(job: Job) -> None:
-    """The categories sum to the time from the supervisor's first start to its end."""
+def test_time_of_the_whole_job(job: Job) -> None:
+    """The categories add up to the time from the supervisor's start to its end."""
     found = goodput_totals.spans(goodput_totals.chiefs(job.fits), job.supervised)
     secs = goodput_totals.totals(found)
     wall_s = job.noted[-1].at - job.noted[0].at
@@ -110,7 +110,7 @@ def test_command(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_replicas(job: Job) -> None:
-    """Of each worker, its own replica."""
+    """Every worker logs its own replica."""
 
     def of(fit: Fit) -> set[Any]:
         windows = [e.event for e in fit.entries if isinstance(e.event, events.Window)]
@@ -121,8 +121,10 @@ def test_replicas(job: Job) -> None:
 
 
 def test_curves_of_keras(job: Job) -> None:
-    """Keras' own callback, in the same directory: its curves have one point for every batch,
-    though the chief that drew them ended with the worker that was killed."""
+    """Keras' TensorBoard callback in the same directory has a point for every batch.
+
+    This holds although the chief that wrote them ended with the killed worker.
+    """
     curves = curves_in(job.folder / "runs", ["train", "validation"])
     for run in ("train", "validation"):
         assert [step for step, _ in curves[run]["epoch_loss"]] == list(range(EPOCHS))
@@ -134,7 +136,7 @@ def test_curves_of_keras(job: Job) -> None:
 
 @contextmanager
 def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
-    """Its address."""
+    """Returns the address of TensorBoard."""
     command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", "--port=0"]
     with subprocess.Popen(
         [*command, *options],
@@ -145,7 +147,7 @@ def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
     ) as server:
         assert server.stderr is not None
         try:
-            # Its end ends the lines, too.
+            # Its exit also ends its output.
             found = (re.search(r"at (http://localhost:\d+/)", line) for line in server.stderr)
             address = next(filter(None, found), None)
             assert address is not None
@@ -157,7 +159,7 @@ def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
 @pytest.mark.tf
 @pytest.mark.parametrize("fast", ["true", "false"])
 def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
-    """Its tab tells what the command does, whichever of TensorBoard's servers reads the data."""
+    """The tab shows what the command prints, whichever of TensorBoard's servers reads the data."""
     pictures = Path(os.environ.get("KERAS_DISTPLUG_TEST_PICTURES", tmp_path))
     with tensorboard(job.folder / "runs", f"--load_fast={fast}") as address:
         entry = f"{address}data/plugin_entry.html?name=distplug"
@@ -172,7 +174,7 @@ def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
             picture = pictures / f"distplug-{theme}.png"
             photographed(entry, tmp_path, picture, is_dark=theme == "dark")
             assert picture.stat().st_size > 10_000
-            # Dark is dark, and light is light.
+            # The dark and light themes are dark and light.
             assert (brightness(picture) < 0.4) == (theme == "dark")
     assert console == ""
     ours = [line for line in console_of_all.splitlines() if not any(map(line.count, OF_OTHERS))]
@@ -185,7 +187,7 @@ def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
 
 
 def brightness(picture: Path) -> float:
-    """From 0 to 1."""
+    """Returns a brightness from 0 to 1."""
     pixels = tf.io.decode_png(picture.read_bytes(), channels=1)
     return float(tf.reduce_mean(tf.cast(pixels, tf.float32))) / 255
 
@@ -215,7 +217,7 @@ def _is_right(shown: Shown, job: Job) -> None:
         ["2", f"{second.first_step} to {second.last_step}", "0", "", "finished"],
         ["2", f"0 to {first.last_step}", str(first.lost_steps), "137", first.end],
     ]
-    # What was taken up is not there any more, but all of it was read.
+    # The restored checkpoint no longer exists, but all of it was read.
     _, *saved = shown.tables["Checkpoints, the newest first"]
     assert saved[0][-2:] == ["committed", "sizes verified"]
     _, *ranked = shown.tables["Replicas of the last attempt, the slowest first"]

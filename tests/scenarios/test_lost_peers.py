@@ -1,4 +1,4 @@
-"""Real processes without a supervisor, one of which is lost: how the others end."""
+"""Real processes without a supervisor, one of which is lost: the exits of the others."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ WAYS = ("own", "init", "distributed", "late")
 
 
 def lose(folder: Path, workers: int, death: Fault, options: str, way: str) -> list[Ended]:
-    """The ends of the survivors."""
+    """Returns the exits of the surviving workers."""
     fault.write(folder, [death])
     command = [str(SCRIPT), str(folder), way, *options.split()]
-    by_environment = {HEARTBEAT: "3"} if "save" in options else {}  # else by argument
+    by_environment = (
+        {HEARTBEAT: "3"} if "save" in options else {}
+    )  # otherwise passed as an argument
     ended = run_workers(command, workers, env=by_environment, timeout_s=200)
     assert [each.who for each in fault.fired(folder)] == [death.who]
     assert ended.pop(number(death)).returncode == -9
@@ -41,12 +43,13 @@ def lose(folder: Path, workers: int, death: Fault, options: str, way: str) -> li
 
 
 def number(death: Fault) -> int:
-    """Of the worker that is lost."""
+    """Returns the number of the lost worker."""
     return int(death.who.removeprefix("worker-"))
 
 
 def require_named(survivor: Ended, lost: int) -> None:
-    """The process has ended with 201, and its last line names the lost worker and no other one."""
+    """Checks that the process exited with 201, and that its last line names only the lost
+    worker."""
     assert survivor.returncode == 201, survivor.output
     last = survivor.output.rpartition("PeerLostError: ")[2].splitlines()[0]
     assert re.findall(r"lost (worker-\d) \((the chief, )?[\d.]+:\d+\)", last) == [
@@ -81,7 +84,7 @@ def require_named(survivor: Ended, lost: int) -> None:
     ids=str,
 )
 def test_survivors(workers: int, death: Fault, way: str, options: str, tmp_path: Path) -> None:
-    """Whoever is killed and whenever, the others leave with 201, and name it and no other one."""
+    """Whichever worker is killed, at any time, the others exit with 201 and name only that one."""
     survivors = lose(tmp_path, workers, death, options, way)
     lost = number(death)
     assert len(survivors) == workers - 1
@@ -89,7 +92,7 @@ def test_survivors(workers: int, death: Fault, way: str, options: str, tmp_path:
     assert len(fits) == workers
     for fit in fits:
         told = [each.event.who for each in fit.entries if isinstance(each.event, PeerLost)]
-        is_logged = fit.began.rank != lost and death.moment != "end"  # `fit` has its log
+        is_logged = fit.began.rank != lost and death.moment != "end"  # `fit` writes its log
         assert [who[: len("worker-0 (")] for who in told] == [f"worker-{lost} ("] * is_logged
     for survivor in survivors:
         require_named(survivor, lost)
@@ -99,7 +102,7 @@ def test_survivors(workers: int, death: Fault, way: str, options: str, tmp_path:
 
 @contextmanager
 def cut_when_due(machine: Machine, folder: Path, mended_after_secs: float | None) -> Iterator[None]:
-    """Cuts the link of `machine` once its fault has come; mends it after a time if one is given."""
+    """Cuts the link of `machine` once its fault is due, and restores it after a time, if given."""
     is_over = threading.Event()
 
     def cut() -> None:
@@ -135,8 +138,10 @@ def cut_when_due(machine: Machine, folder: Path, mended_after_secs: float | None
 def test_cut_link(
     way: str, moment: fault.Moment, mended_after_secs: int | None, tmp_path: Path
 ) -> None:
-    """Two machines that do not reach each other, for a while or for good: each process names the
-    other, and leaves with 201."""
+    """Two machines that cannot reach each other, temporarily or permanently.
+
+    Both processes name each other and exit with 201.
+    """
     fault.write(tmp_path, [Fault("cut", "worker-1", STEP, moment)])
     options = ["save"] if moment == "saving" else []
     with hosts(2) as machines, cut_when_due(machines[1], tmp_path, mended_after_secs):
@@ -150,8 +155,8 @@ def test_cut_link(
 
 @pytest.mark.soak
 def test_caught(tmp_path: Path) -> None:
-    """A script that catches the error ends with its own code; where TensorFlow does not come to an
-    end, by SIGALRM."""
+    """A script that catches the error exits with its own code, or by SIGALRM if TensorFlow
+    hangs."""
     [survivor] = lose(tmp_path, 2, fault.kill(1, STEP), "catch", "init")
     assert survivor.returncode in (7, -14), survivor.output
     assert "caught: worker-0 lost worker-1" in survivor.output

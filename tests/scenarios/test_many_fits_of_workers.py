@@ -1,4 +1,4 @@
-"""Several fits in one script and one folder, trained by several processes."""
+"""Several calls of `fit` in a script with one directory, trained by several processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.cluster import Ended, run_job
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = str(Path(__file__).parents[1] / "workers" / "phases.py")
-BATCHES = 6  # in an epoch of the first two fits; the third has half of the samples
+BATCHES = 6  # in an epoch of the first two fits; the third has half as many samples
 
 
 def run(folder: Path, workers: int, *given: str, options: tuple[str, ...] = ()) -> Ended:
@@ -21,7 +21,7 @@ def run(folder: Path, workers: int, *given: str, options: tuple[str, ...] = ()) 
 
 
 def weights(ended: Ended) -> set[str]:
-    """Of both models, on every worker."""
+    """Returns the weights of both models on all workers."""
     assert ended.returncode == 0, ended.output
     found = re.findall("weights ([0-9a-f ]{129})$", ended.output, re.MULTILINE)
     assert found, ended.output
@@ -29,15 +29,17 @@ def weights(ended: Ended) -> set[str]:
 
 
 def batches(folder: Path, name: str) -> list[tuple[int, int, int]]:
-    """The batches that a process trained: number of the fit in its process, epoch, batch."""
+    """Returns the batches trained by a process: number of its `fit`, epoch, batch."""
     lines = (folder / f"batches-{name}").read_text().splitlines()
     return [(fit, epoch, batch) for fit, epoch, batch in (map(int, line.split()) for line in lines)]
 
 
 def test_two_workers(tmp_path: Path) -> None:
-    """A worker is killed in the second fit: the first one is not trained again, the second resumes
-    mid-epoch, and both models end as if undisturbed, on both workers. A restart with other labels
-    is refused, and one of the same script trains nothing."""
+    """A worker is killed in the second fit: only that one resumes, mid-epoch.
+
+    Both models are the same as without the kill, on both workers. A restart with other labels is
+    refused, and one of the unchanged script trains nothing.
+    """
     plain, disturbed = tmp_path / "plain", tmp_path / "disturbed"
     expected = weights(run(plain, 2))
     assert len(expected) == 1
@@ -60,7 +62,7 @@ def test_two_workers(tmp_path: Path) -> None:
 
 
 def test_parameter_servers(tmp_path: Path) -> None:
-    """The chief is killed in the second fit: the first one is not trained again."""
+    """The chief is killed in the second fit: the first one is not repeated."""
     ended = run(tmp_path, 1, "chief-0", options=("--ps", "1"))
     assert ended.returncode == 0, ended.output
     assert (tmp_path / "killed").exists()

@@ -1,4 +1,4 @@
-"""What several workers tell of their replicas."""
+"""Metrics of the replicas of several workers."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_same_bits(job: Job) -> None:
-    """Not a bit of the training changes."""
+    """Training with the metrics is bit-identical to training without."""
     for each in job.found:
         assert each["watched"]["bits"] == each["bare"]["bits"]
         assert each["watched"]["history"]["loss"] == each["bare"]["history"]["loss"]
 
 
 def test_in_logs(job: Job) -> None:
-    """All workers have the same in their logs, and the loss of all is between the others."""
+    """All workers have the same logs, and the total loss is between those of the replicas."""
     histories = [each["watched"]["history"] for each in job.found]
     assert histories == [histories[0]] * job.workers
     [history] = histories[:1]
@@ -60,7 +60,7 @@ def test_in_logs(job: Job) -> None:
 
 
 def test_curves(job: Job) -> None:
-    """The chief writes them all, each window, to the last one."""
+    """The chief writes all curves, for every window including the last one."""
     curves = curves_in(job.folder / "watched")
     numbers = range(job.workers)
     every = (*OF_REPLICAS, *OF_WORKERS)
@@ -79,7 +79,8 @@ def test_curves(job: Job) -> None:
 
 
 def test_diverged(job: Job) -> None:
-    """The last worker's weights differ: told at the next comparison, once, by the chief."""
+    """Different weights on the last worker are reported once, at the next comparison, by the
+    chief."""
     last = job.workers - 1
     for worker, each in enumerate(job.found):
         assert each["watched"]["found"] == []
@@ -93,7 +94,7 @@ def test_diverged(job: Job) -> None:
 
 
 def test_same_data(job: Job) -> None:
-    """A dataset that is not split over the workers is told of, once, and a right one is not."""
+    """A dataset that is not split among the workers is reported once, and a split one is not."""
     numbers = ", ".join(map(str, range(job.workers)))
     told = f"replicas: {numbers} received the same data"
     assert job.output.count(told) == 1

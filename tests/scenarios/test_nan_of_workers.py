@@ -1,4 +1,4 @@
-"""NaN in the data of one worker of several."""
+"""NaN in the data of one of several workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(shared: Path) -> list[dict[str, Any]]:
-    """What each worker has to say."""
+    """Returns the findings of all workers."""
     ended = run_workers([str(SCRIPT), str(shared)], WORKERS, timeout_s=240)
     outputs = "\n".join(each.output for each in ended)
     assert [each.returncode for each in ended] == [0] * WORKERS, outputs
@@ -35,29 +35,28 @@ def found(shared: Path) -> list[dict[str, Any]]:
     return [json.loads(line.partition("FOUND ")[2]) for line in lines]
 
 
-def test_all_say_the_same(found: list[dict[str, Any]]) -> None:
+def test_same_findings(found: list[dict[str, Any]]) -> None:
     assert len(found) == WORKERS
     assert found[0] == found[1]
 
 
 def test_no_fault(found: list[dict[str, Any]]) -> None:
-    """The watchdog changes not a bit of a training without a fault."""
+    """Training without faults is bit-identical with and without the watchdog."""
     bare, watched = found[0]["bare"], found[0]["watched"]
     assert watched["told"] == []
     assert (watched["bits"], watched["history"]) == (bare["bits"], bare["history"])
 
 
-def test_left_out(found: list[dict[str, Any]]) -> None:
-    """NaN in the samples of one worker is named there, and the training is that without the
-    batch."""
+def test_skipped_update(found: list[dict[str, Any]]) -> None:
+    """NaN in a worker's samples is attributed to it, and the batch is skipped."""
     skip, absent = found[0]["skip"], found[0]["absent"]
     assert skip["culprits"] == [[WORKERS - 1]]
     assert "batch 4: replica 1 (worker-1 on " in skip["told"][0]
     assert (skip["bits"], skip["history"]) == (absent["bits"], absent["history"])
 
 
-def test_looked_into(found: list[dict[str, Any]], shared: Path) -> None:
-    """The worker that had the batch computes it once more, alone, and keeps its part."""
+def test_replayed_batch(found: list[dict[str, Any]], shared: Path) -> None:
+    """The worker that had the batch computes it again, alone, and saves its part."""
     told = found[0]["skip"]["told"][0]
     origin = "the batch (1 of 36 values in `x` are not finite, first in sample 6 of 6)"
     assert told.endswith(f"; NaN or Inf first appears in {origin}")
@@ -68,8 +67,11 @@ def test_looked_into(found: list[dict[str, Any]], shared: Path) -> None:
     assert (x.shape, np.isnan(x).sum()) == ((6, 6), 1)
 
 
-def test_back_to_a_checkpoint(found: list[dict[str, Any]]) -> None:
-    """Behind too many in a row, training goes on from the checkpoint, without what came since."""
+def test_rollback(found: list[dict[str, Any]]) -> None:
+    """After too many consecutive skips, training resumes from the checkpoint.
+
+    It does not repeat the batches since then.
+    """
     back, absent = found[0]["back"], found[0]["absent since"]
     assert [each.partition(":")[0] for each in back["told"]] == [
         f"epoch 1, batch {batch}" for batch in (6, 7)
@@ -77,8 +79,8 @@ def test_back_to_a_checkpoint(found: list[dict[str, Any]]) -> None:
     assert (back["bits"], back["history"]) == (absent["bits"], absent["history"])
 
 
-def test_no_end_of_it(found: list[dict[str, Any]]) -> None:
-    """Where that does not help, all workers end training."""
+def test_rollback_does_not_help(found: list[dict[str, Any]]) -> None:
+    """If that does not help, all workers end training."""
     ended = found[0]["no more"]
     assert ended["error"].startswith(
         "2 consecutive updates skipped (non-finite values or outliers), and there is no che"

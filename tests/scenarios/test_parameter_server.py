@@ -1,4 +1,4 @@
-"""Parameter servers as real processes: real deaths, and what they cost."""
+"""Parameter servers as real processes: deaths and their cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVED_EVERY = 50
 
 
 def job(folder: Path, gone_s: float = LIMIT_S) -> Job:
-    """Whose servers stay for `gone_s` behind the chief."""
+    """Returns a job whose servers run for `gone_s` seconds after the chief."""
     env = {"KERAS_DISTPLUG_CHIEF_GONE_SECS": str(gone_s)}
     return Job(folder, [str(SCRIPT), str(folder)], 2, env)
 
@@ -44,9 +44,10 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def test_killed_worker(tmp_path: Path) -> None:
-    """One of two workers is killed in the middle of an epoch: the other goes on, the one that is
-    started again takes part, and the epoch has all its steps. At most the step that a worker was
-    taking is taken twice."""
+    """A worker is killed mid-epoch: the other one continues, and the restarted one joins in.
+
+    The epoch has all its steps. At most the killed worker's current step is repeated.
+    """
     (tmp_path / "wait").touch()
     with job(tmp_path) as running:
         running.await_(lambda: len(batches(tmp_path)) > 30, LIMIT_S)
@@ -57,7 +58,7 @@ def test_killed_worker(tmp_path: Path) -> None:
         running.await_(lambda: again.read_text().count("serves") == 2, LIMIT_S)
         assert len(batches(tmp_path)) <= 2 + STEPS // 2
         (tmp_path / "wait").unlink()
-        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.output_ends()
     found = outcome(tmp_path)
     assert found["readers"] == [1, 2]
     assert 0 <= found["steps"] - 2 * STEPS <= 1
@@ -65,32 +66,36 @@ def test_killed_worker(tmp_path: Path) -> None:
 
 
 def test_killed_parameter_server(tmp_path: Path) -> None:
-    """With it the variables are gone: the chief names it and leaves with 201. `test_supervised`
-    starts such a job again."""
+    """The variables are lost with the server: the chief names it and exits with 201.
+
+    `test_supervised` restarts such a job.
+    """
     with job(tmp_path) as running:
         running.await_(lambda: len(batches(tmp_path)) > 30, LIMIT_S)
         running.kill("ps", 0)
-        assert running.wait("chief", 0, 60) == 201, running.told()
+        assert running.wait("chief", 0, 60) == 201, running.output_ends()
         assert "PeerLostError: chief-0 lost ps-0" in running.output("chief", 0).read_text()
 
 
-def test_told_to_go(tmp_path: Path) -> None:
-    """SIGTERM to the chief: it saves behind all that was scheduled and leaves with 143; the job
-    that is started again takes no step twice, counts every sample of its epoch, and learns; then
-    all processes end by themselves, the servers some time after the chief."""
+def test_preempted_together(tmp_path: Path) -> None:
+    """SIGTERM to the chief: it saves after all scheduled steps and exits with 143.
+
+    The restarted job repeats no step, counts every sample of its epoch, and learns. All processes
+    then exit on their own, the servers some time after the chief.
+    """
     with job(tmp_path) as running:
         running.await_(lambda: len(batches(tmp_path)) > 60, LIMIT_S)
         running.kill("chief", 0, signal.SIGTERM)
-        assert running.wait("chief", 0, 60) == 143, running.told()
+        assert running.wait("chief", 0, 60) == 143, running.output_ends()
         saved = re.findall(r"checkpoint of step (\d+)", running.output("chief", 0).read_text())
         for task in running.tasks[1:]:
             running.kill(*task, signal.SIGTERM)
             assert running.wait(*task, 10) == -signal.SIGTERM
     done = len(batches(tmp_path)) - 1
     with job(tmp_path, gone_s=1) as running:
-        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.output_ends()
         for task in running.tasks[1:]:
-            assert running.wait(*task, 60) == 0, running.told()
+            assert running.wait(*task, 60) == 0, running.output_ends()
         assert "the chief has been unreachable for 1 s" in running.output("ps", 0).read_text()
     found = outcome(tmp_path)
     assert (found["began"], found["steps"]) == (done, 2 * STEPS)
@@ -119,8 +124,10 @@ def supervised(folder: Path) -> Iterator[Watched]:
 
 
 def test_supervised(tmp_path: Path) -> None:
-    """Under `keras-distplug run`, a killed worker comes back alone, and a killed parameter server
-    costs what came since the newest checkpoint; nobody has to do anything."""
+    """Under `keras-distplug run`, a killed worker is restarted on its own.
+
+    A killed parameter server costs the steps since the newest checkpoint. No manual work is needed.
+    """
     (tmp_path / "wait").touch()
 
     def pids(name: str) -> list[int]:
@@ -146,7 +153,7 @@ def test_supervised(tmp_path: Path) -> None:
     assert (failed[0]["worker"], failed[0]["exit_code"]) == ("ps-0", 137)
     assert {each["attempt"] for each in failed} == {0}
     found = outcome(tmp_path)
-    # As many are under way, or wait for a worker, as there are workers.
+    # As many steps are running, or waiting for a worker, as there are workers.
     assert found["began"] >= done - SAVED_EVERY - 5
     assert found["began"] % SAVED_EVERY == 0
     assert 0 <= found["steps"] - 2 * STEPS <= 1
@@ -154,15 +161,16 @@ def test_supervised(tmp_path: Path) -> None:
 
 
 def test_another_number_of_servers(tmp_path: Path) -> None:
-    """A table that is split over two parameter servers is split over three when the run goes on,
-    and is whole where it goes on in a single process: with the same values, and those of the
-    optimizer."""
+    """A table split over two parameter servers is resumed on three, and by a single process.
+
+    Its values and those of the optimizer are the same.
+    """
     rows = {2: [500, 500], 3: [334, 333, 333]}
     found = []
     for epochs, servers in ((1, 2), (2, 3)):
         command = [str(SPLIT), str(tmp_path), str(epochs)]
         with Job(tmp_path, command, 1, {}, servers) as running:
-            assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+            assert running.wait("chief", 0, LIMIT_S) == 0, running.output_ends()
         found.append(outcome(tmp_path))
         assert [size for size, _ in found[-1]["parts"]] == rows[servers]
         assert {server for _, server in found[-1]["parts"]} == set(range(servers))

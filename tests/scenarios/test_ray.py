@@ -1,4 +1,4 @@
-"""Ray Train on this machine: two workers, one of which is killed; and nodes that come and go."""
+"""Ray Train on this machine: two workers, one of which is killed; lost and added nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = dict[str, bytes]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder in which the same two workers have trained without Ray, which changes nothing."""
+    """The folder of the same training without Ray, which makes no difference."""
     if importlib.util.find_spec("ray") is None:
         missing("Ray", "Run pip install 'ray[train]'.")
 
@@ -45,14 +45,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """For Ray's own files, among them sockets, whose paths have to be short."""
+    """A folder for Ray's own files, including sockets, whose paths must be short."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 def train(home: Path, folder: Path, *command: str) -> str:
-    """What the driver has printed, which leaves no process behind."""
-    # The last one: how long Ray waits for a node that it believes to be there.
+    """Returns the output of the driver, which leaves no process behind."""
+    # The last variable is the time that Ray waits for a node before it counts as dead.
     options = {
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -69,15 +69,17 @@ def train(home: Path, folder: Path, *command: str) -> str:
 
 
 def states(home: Path) -> list[State]:
-    """Of each worker, in the end: all variables and the History."""
+    """Returns the final state of every worker: all variables and the History."""
     found = [np.load(home / f"worker-{rank}.npz") for rank in range(2)]
     return [{name: each[name].tobytes() for name in each.files} for each in found]
 
 
 @pytest.mark.parametrize("kill", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.soak)])
 def test_ray(kill: str, undisturbed: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
-    """A worker dies in mid-epoch, or is told to go: Ray starts all of them again, in new processes,
-    and they end with the bits of an undisturbed training."""
+    """A worker dies or is preempted mid-epoch: Ray restarts all workers in new processes.
+
+    The result is bit-identical to an uninterrupted training.
+    """
     expected = states(undisturbed("of_ray.py"))
     printed = train(tmp_path, folder, str(EXAMPLE), "--directory", str(tmp_path), "--kill", kill)
     killed = (tmp_path / "killed").read_text()
@@ -101,9 +103,12 @@ def test_nodes(
     folder: Path,
     tmp_path: Path,
 ) -> None:
-    """A node is lost in mid-epoch. Another one takes its place, and the end has the same bits; or
-    one worker goes on alone until a node is gained: every batch has the samples it would have had,
-    in their order, and the end is the same but for rounding."""
+    """A node is lost mid-epoch.
+
+    If another one replaces it, the result is bit-identical. Otherwise one worker continues alone
+    until a node is added: every batch has the same samples in the same order, and the result is the
+    same except for rounding.
+    """
     home = undisturbed("samples.py", "tf.data")
     printed = train(tmp_path, folder, str(WORKERS / "ray_nodes.py"), str(tmp_path), kind)
     kills = (tmp_path / "kills").read_text().split()

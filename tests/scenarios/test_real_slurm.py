@@ -32,8 +32,8 @@ class Jobs:
     """A folder from which jobs are submitted.
 
     Args:
-        nodes: Where they run.
-        folder: Their working folder.
+        nodes: Nodes of the jobs.
+        folder: Working directory of the jobs.
     """
 
     def __init__(self, nodes: Slurm, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Jobs:
         self.hold()
 
     def hold(self) -> None:
-        """Makes steps slow."""
+        """Slows down the steps."""
         (self._folder / "hold").touch()
 
     def release(self) -> None:
@@ -61,7 +61,7 @@ class Jobs:
         return self.submitted[-1]
 
     def await_training(self, restarts: int = 0, run: str = "digits") -> None:
-        """Until this start has trained a batch."""
+        """Waits until this start has trained a batch."""
         mark = self._folder / f"{run}-training-{restarts}"
         self._nodes.await_(mark.exists, 120, self.printed)
 
@@ -74,7 +74,7 @@ class Jobs:
         return "\n".join(path.read_text() for path in sorted(self._folder.glob("*.out")))
 
     def workers(self) -> list[int]:
-        """The process ids of the workers of all jobs in this folder."""
+        """Returns the PIDs of the workers of all jobs in this folder."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def jobs(nodes: Slurm, tmp_path: Path) -> Iterator[Jobs]:
 
 @pytest.fixture(scope="module")
 def limited(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """A job that hears nothing before its time limit, whose minute passes while others train."""
+    """A job without a signal before its time limit, submitted early so that its minute passes."""
     found = Jobs(nodes, tmp_path_factory.mktemp("limited"))
     found.submit("--time=1", "--signal=CONT@1")
     yield found
@@ -103,7 +103,7 @@ def limited(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def checksum(limited: Jobs, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of weights and optimizer after an undisturbed training by two workers."""
+    """Checksum of weights and optimizer after an uninterrupted training by two workers."""
     folder = tmp_path_factory.mktemp("undisturbed")
     command = [str(SCRIPT), "--directory", str(folder / "runs"), "--grace-secs", "120"]
     ended = run_workers(command, 2, cwd=folder, timeout_s=200)
@@ -113,12 +113,12 @@ def checksum(limited: Jobs, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_canceled(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
-    """`scancel` ends the job for good; one that is submitted later resumes its training."""
+    """`scancel` ends the job permanently; one submitted later resumes its training."""
     job = jobs.submit()
     jobs.await_training()
     nodes.ask("scancel", job)
     nodes.await_state(job, "CANCELLED", 60)
-    assert f"job {job} was canceled, so it is not put into the queue" in jobs.printed()
+    assert f"job {job} was canceled, so it is not requeued" in jobs.printed()
     assert jobs.workers() == []
 
     jobs.release()
@@ -129,7 +129,7 @@ def test_canceled(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
 
 
 def test_array(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
-    """Every task has its own run. One that loses a worker is back in the queue, and only that."""
+    """Every task has its own run. Only the one that loses a worker is requeued."""
     array = jobs.submit("--array=0-1")
     for task in range(2):
         jobs.await_training(run=f"digits-{task}")
@@ -145,8 +145,7 @@ def test_array(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
 
 
 def test_time_limit(nodes: Slurm, limited: Jobs, checksum: str) -> None:
-    """A job that hears nothing before its time limit saves in the time that is left to it, and is
-    back in the queue."""
+    """A job without a signal before its time limit saves in the remaining time and is requeued."""
     [job] = limited.submitted
     nodes.await_(lambda: nodes.state(job)["Restarts"] != "0", 150, limited.printed)
     limited.release()
@@ -161,11 +160,13 @@ def test_time_limit(nodes: Slurm, limited: Jobs, checksum: str) -> None:
 
 
 def test_requeued(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
-    """The signal before the time limit, `scontrol requeue`, and a lost node: the job is back in the
-    queue every time, and ends with the bits of an undisturbed training."""
+    """The signal before the time limit, `scontrol requeue`, and a lost node: all requeue the job.
+
+    The result is bit-identical to an uninterrupted training.
+    """
     job = jobs.submit()
     jobs.await_training()
-    # USR1 comes two minutes before, which is now, or soon.
+    # USR1 arrives two minutes before the limit, so immediately or soon.
     hours, minutes, _ = map(int, nodes.state(job)["RunTime"].split(":"))
     nodes.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
     nodes.await_(lambda: nodes.state(job)["Restarts"] == "1", 60, jobs.printed)

@@ -1,4 +1,4 @@
-"""Real processes that end with a `ConfigurationError`: nobody is started again."""
+"""Real processes that end with a `ConfigurationError`: no process is restarted."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "refused.py"
     ],
 )
 def test_under_a_supervisor(workers: int, where: list[str], expected: str, tmp_path: Path) -> None:
-    """Wherever it comes from, and on however many workers, the job ends with 93, and says why."""
+    """Whatever its origin and the number of workers, the job ends with 93 and the reason."""
     ended = run_job([str(SCRIPT), str(tmp_path), *where], workers, timeout_s=200)
     assert ended.returncode == 93, ended.output
     started = (tmp_path / "started").read_text().split()
     assert sorted(started) == [str(worker) for worker in range(workers)]
-    assert "not started again, for it would fail in the same way; exit code 93" in ended.output
+    assert "not restarted: it would fail in the same way; exit code 93" in ended.output
     first = ended.output.rpartition("first failure: worker-")[2].splitlines()[0]
     assert re.match(
-        rf"\d asked not to be started again \(exit code 93\): \w+Error: .*{expected}", first
+        rf"\d asked not to be restarted \(exit code 93\): \w+Error: .*{expected}", first
     )
 
 
 @pytest.mark.parametrize("refuses", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_in_a_scheduler_s_cluster(refuses: int, tmp_path: Path) -> None:
-    """Without a supervisor the worker itself leaves with 93, the chief, too, and the other one,
-    which has lost it, with 201."""
+def test_in_a_scheduler_cluster(refuses: int, tmp_path: Path) -> None:
+    """Without a supervisor, the worker itself exits with 93, and the one that lost it with 201."""
     ended = run_workers([str(SCRIPT), str(tmp_path), "callback", str(refuses)], 2, timeout_s=200)
     codes = [each.returncode for each in ended]
     expected = [201, 201]

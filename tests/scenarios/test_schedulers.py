@@ -1,8 +1,7 @@
-"""The examples for Slurm and Kubernetes, with stand-ins: what Slurm does itself is in
-test_real_slurm.py.
+"""The examples for Slurm and Kubernetes, with mock schedulers; test_real_slurm.py has a real one.
 
-Kubeflow's operator, the Job controller and the kubelet are played as their documents describe them.
-The scripts, the processes, the signals and the exit codes are real.
+The tests imitate Kubeflow's operator, the Job controller and the kubelet as documented. The
+scripts, processes, signals and exit codes are real.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ IN_TRAINING = "Epoch 3/10"
 
 @pytest.fixture(scope="module")
 def checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of weights and optimizer, behind an undisturbed training by two workers."""
+    """Checksum of weights and optimizer after an uninterrupted training by two workers."""
     folder = tmp_path_factory.mktemp("undisturbed")
     command = [str(EXAMPLES / "train.py"), "--directory", str(folder)]
     ended = run_workers(command, 2, timeout_s=300)
@@ -61,27 +60,29 @@ def program(folder: Path, name: str, text: str) -> None:
 
 
 def directives(script: Path) -> dict[str, str]:
-    """What it asks `sbatch` for."""
+    """Returns the script's options for `sbatch`."""
     found = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script.read_text(), re.MULTILINE)
     return dict(found)
 
 
 def test_batch_script() -> None:
-    """The script is one that bash can read, and asks Slurm for what going on takes."""
+    """Bash can parse the script, which requests everything that resuming needs from Slurm."""
     subprocess.run(["bash", "-n", str(SBATCH)], check=True, timeout=60)
     asked = directives(SBATCH)
     first_command = SBATCH.read_text().index("\nsrun ")
-    assert SBATCH.read_text().rindex("#SBATCH") < first_command  # sbatch reads no further
+    assert SBATCH.read_text().rindex("#SBATCH") < first_command  # sbatch stops reading here
     name, _, before_s = asked["signal"].partition("@")
-    assert name == "USR1"  # without "B:", which would be for the shell instead of the workers
+    assert name == "USR1"  # without "B:", which would signal the shell instead of the workers
     assert f"--grace-secs {before_s} " in SBATCH.read_text()
     assert "requeue" in asked
-    assert asked["open-mode"] == "append"  # else each run deletes what the one before has printed
+    assert (
+        asked["open-mode"] == "append"
+    )  # otherwise every run deletes the output of the previous one
 
 
-@pytest.mark.ci  # needs a package that `[test]` does not bring
+@pytest.mark.ci  # needs a package that `[test]` does not install
 def test_shellcheck() -> None:
-    """Nor has shellcheck anything against it."""
+    """shellcheck accepts the script."""
     beside = str(Path(sys.executable).parent)
     shellcheck = shutil.which("shellcheck", path=os.pathsep.join([beside, os.environ["PATH"]]))
     if shellcheck is None:
@@ -100,8 +101,10 @@ def test_shellcheck() -> None:
 def test_codes_of_srun(
     code: int, restarts: int, is_requeued: bool, slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    """What nobody announced puts the job into the queue, not for ever; what would come again does
-    not; who was told to go has done it already. The job's code is that of srun."""
+    """Unexpected exits requeue the job, a limited number of times; recurring errors do not.
+
+    A preempted job has already requeued itself. The job's exit code is that of srun.
+    """
     program(tmp_path / "bin", "srun", f"exit {code}")
     env = environment(slurm.env) | {"SLURM_RESTART_COUNT": str(restarts)}
     done = subprocess.run(["bash", str(SBATCH)], env=env, cwd=ROOT, timeout=60)
@@ -119,9 +122,9 @@ def tfjob() -> dict[str, Any]:
     return importlib.import_module("yaml").safe_load(TFJOB.read_text())
 
 
-@pytest.mark.ci  # needs a package that `[test]` does not bring
+@pytest.mark.ci  # needs a package that `[test]` does not install
 def test_tfjob(tfjob: dict[str, Any]) -> None:
-    """The job has the fields that Kubeflow's TFJob of version v1 has, where it has them."""
+    """The job has the fields of Kubeflow's TFJob v1, in the right places."""
     assert (tfjob["apiVersion"], tfjob["kind"]) == ("kubeflow.org/v1", "TFJob")
     assert set(tfjob) == {"apiVersion", "kind", "metadata", "spec"}
     assert set(tfjob["spec"]) <= {
@@ -133,7 +136,7 @@ def test_tfjob(tfjob: dict[str, Any]) -> None:
     worker = tfjob["spec"]["tfReplicaSpecs"]["Worker"]
     assert set(worker) == {"replicas", "restartPolicy", "template"}
     assert worker["restartPolicy"] == "ExitCode"
-    assert "restartPolicy" not in worker["template"]["spec"]  # the operator's own
+    assert "restartPolicy" not in worker["template"]["spec"]  # set by the operator
     pod = worker["template"]["spec"]
     [container] = pod["containers"]
     assert container["name"] == "tensorflow"
@@ -150,19 +153,25 @@ def test_tfjob(tfjob: dict[str, Any]) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("told", "codes"),
+    ("signal_name", "codes"),
     [("TERM", {(0, 143), (1, 143)}), ("KILL", {(0, 201), (1, 137)})],
     ids=["SIGTERM", "SIGKILL"],
 )
 def test_kubernetes(
-    told: str, codes: set[tuple[int, int]], checksum: str, tfjob: dict[str, Any], tmp_path: Path
+    signal_name: str,
+    codes: set[tuple[int, int]],
+    checksum: str,
+    tfjob: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """A kubelet's SIGTERM to one pod, or SIGKILL of it: pods are started again by their codes, and
-    the job succeeds with the bits of an undisturbed training."""
+    """The kubelet stops a pod with SIGTERM, or SIGKILL: exit codes decide which pods restart.
+
+    The job succeeds, bit-identical to an uninterrupted training.
+    """
     operator = FakeOperator(tfjob, EXAMPLES, {"runs": tmp_path}, more=[])
     try:
         operator.pods[0].wait_for(IN_TRAINING, 300)
-        os.kill(operator.pods[1].pid, signal.Signals[f"SIG{told}"])
+        os.kill(operator.pods[1].pid, signal.Signals[f"SIG{signal_name}"])
         outcome = operator.run(400)
     finally:
         operator.close()
@@ -174,10 +183,8 @@ def test_kubernetes(
 
 
 @pytest.mark.cluster
-def test_kubernetes_does_not_repeat_what_would_come_again(
-    tfjob: dict[str, Any], tmp_path: Path
-) -> None:
-    """A worker that cannot be configured ends with a code for which no pod is started again."""
+def test_kubernetes_does_not_repeat_errors(tfjob: dict[str, Any], tmp_path: Path) -> None:
+    """A worker with an invalid configuration exits with a code after which no pod restarts."""
     operator = FakeOperator(tfjob, EXAMPLES, {"runs": tmp_path}, more=["--grace-secs", "-1"])
     try:
         outcome = operator.run(200)
@@ -188,7 +195,7 @@ def test_kubernetes_does_not_repeat_what_would_come_again(
 
 
 def jobset(file: str) -> dict[str, Any]:
-    """The JobSet of an example, or the one that Kubeflow Trainer makes of it."""
+    """The JobSet of an example, or the one that Kubeflow Trainer derives from it."""
     if importlib.util.find_spec("yaml") is None:
         missing("PyYAML", HOW)
     text = (EXAMPLES / "kubernetes" / file).read_text()
@@ -198,7 +205,7 @@ def jobset(file: str) -> dict[str, Any]:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("file", "told", "codes", "retries"),
+    ("file", "signal_name", "codes", "retries"),
     [
         ("trainjob.yaml", "TERM", {(0, 143), (1, 143)}, 0),
         ("jobset.yaml", "KILL", {(0, 201), (1, 137)}, 2),
@@ -206,17 +213,17 @@ def jobset(file: str) -> dict[str, Any]:
 )
 def test_jobset(
     file: str,
-    told: str,
+    signal_name: str,
     codes: set[tuple[int, int]],
     retries: int,
     checksum: str,
     tmp_path: Path,
 ) -> None:
-    """The same for a JobSet, whose pods return under other addresses. Preemption costs no retry."""
+    """The same for a JobSet, whose pods restart with new addresses. A preemption costs no retry."""
     volumes = {"runs": tmp_path}
     with running(jobset(file), sys.executable, EXAMPLES, volumes, tmp_path, []) as job:
         job.pods[0].wait_for(IN_TRAINING, 300)
-        os.kill(job.pods[1].pid, signal.Signals[f"SIG{told}"])
+        os.kill(job.pods[1].pid, signal.Signals[f"SIG{signal_name}"])
         outcome = job.run(400)
     assert outcome == "Complete", "\n".join(job.printed)
     assert codes <= set(job.ended)
@@ -227,7 +234,7 @@ def test_jobset(
 
 
 @pytest.mark.cluster
-def test_jobset_that_would_fail_again(tmp_path: Path) -> None:
+def test_jobset_does_not_repeat_errors(tmp_path: Path) -> None:
     volumes, more = {"runs": tmp_path}, ["--grace-secs", "-1"]
     manifest = jobset("jobset.yaml")
     with running(manifest, sys.executable, EXAMPLES, volumes, tmp_path, more) as job:

@@ -1,4 +1,4 @@
-"""A worker that is slower than the others, in what it computes or for its data."""
+"""A worker that is slower than the others at computing or at loading data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.networks import hosts
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.cluster
 
-FINE = 5  # windows, before the network becomes slow
+FINE = 5  # windows before the network becomes slow
 SCRIPT = Path(__file__).parents[1] / "workers" / "stragglers.py"
 CASES: dict[str, dict[str, Any]] = {
     "bare": {"case": "none", "slow": -1, "windows": 12, "is_watched": False},
@@ -36,7 +36,7 @@ NETWORK = {"network": {"case": "network", "slow": 1, "windows": 14, "fine": FINE
 def found_by(
     workers: int, cases: dict[str, dict[str, Any]], hosts: list[Host] | None = None
 ) -> list[dict[str, Any]]:
-    """What each worker has to say."""
+    """Returns the findings of all workers."""
     command = [str(SCRIPT), json.dumps(cases)]
     ended = run_workers(command, workers, hosts=hosts, timeout_s=240)
     outputs = "\n".join(each.output for each in ended)
@@ -55,7 +55,7 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("case", "cause", "worker"), SLOW)
 def test_slow_worker(case: str, cause: str, worker: int, found: list[dict[str, Any]]) -> None:
-    """It is named, with what takes it longer, and nobody else; the chief tells."""
+    """Only the slow worker is named, with the cause, and the chief reports it."""
     for each in found[1:]:
         assert each[case]["found"] == []
     [told] = found[0][case]["found"]
@@ -66,14 +66,15 @@ def test_slow_worker(case: str, cause: str, worker: int, found: list[dict[str, A
 
 
 @pytest.mark.parametrize("case", ["balanced", "wandering"])
-def test_nobody(case: str, found: list[dict[str, Any]]) -> None:
-    """Where all are alike, or each is slow for a while, nobody is named."""
+def test_no_straggler(case: str, found: list[dict[str, Any]]) -> None:
+    """If all workers are equally slow, or only briefly slow, none is named."""
     assert [each[case]["found"] for each in found] == [[]] * len(found)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_slow_network(workers: int) -> None:
-    """It is named, with its network, and nobody else, though all compute and read alike."""
+    """Only the worker with the slow network is named, although all compute and read equally
+    fast."""
     with hosts(workers) as places:
         chief, *_ = found_by(workers, NETWORK, places)
     found = [(each["cause"], each["worker"]) for each in chief["network"]["found"]]
@@ -84,7 +85,8 @@ def test_slow_network(workers: int) -> None:
 @pytest.mark.parametrize("number", range(20))
 @pytest.mark.parametrize("workers", [2, 3])
 def test_soak(workers: int, number: int) -> None:
-    """The same again and again, found within five windows: `python -m pytest --stage soak -s`."""
+    """Repeated many times, and always found within five windows: `python -m pytest --stage soak
+    -s`."""
     chief, *_ = found_by(workers, CASES)
     with hosts(workers) as places:
         chief |= found_by(workers, NETWORK, places)[0]
@@ -100,7 +102,7 @@ def test_soak(workers: int, number: int) -> None:
 
 
 def test_same_bits(found: list[dict[str, Any]]) -> None:
-    """To take times changes not a bit."""
+    """Training with timing is bit-identical to training without."""
     for each in found:
         bare, watched = each["bare"], each["balanced"]
         assert (watched["bits"], watched["history"]) == (bare["bits"], bare["history"])

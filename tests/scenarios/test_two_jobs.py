@@ -26,14 +26,14 @@ def start(folder: Path, *how: str) -> Process:
 
 
 def weights(process: Process) -> str:
-    """Of a process that has ended well."""
+    """Returns the weights of a process that succeeded."""
     assert process.wait(END_SECS) == 0, process.output()
     [found] = re.findall("^weights ([0-9a-f]{64})$", process.output(), re.MULTILINE)
     return str(found)
 
 
 def await_pause(process: Process, state: str) -> None:
-    """Returns once a process has paused, and is asleep or stopped."""
+    """Waits until a process has paused and is asleep or stopped."""
     end_s = time.monotonic() + END_SECS
     while not ("pauses" in process.output() and state_of(process.pid) == state):
         assert process.poll() is None, process.output()
@@ -46,14 +46,14 @@ def state_of(pid: int) -> str:
 
 
 def files_in(folder: Path) -> dict[Path, bytes]:
-    """Without temporary ones: a stopped process may be about to rename one."""
+    """Returns the files, without temporary ones, which a stopped process may be about to rename."""
     paths = (path for path in folder.rglob("*.*") if path.is_file() and path.suffix != ".tmp")
     return {path: path.read_bytes() for path in paths}
 
 
 def test_live_owner(tmp_path: Path) -> None:
-    """The second job is refused, with the process that trains there; the first one does not
-    notice."""
+    """The second job is refused, naming the process that trains there; the first one is
+    unaffected."""
     with start(tmp_path / "alone") as alone:
         expected = weights(alone)
     folder = tmp_path / "shared"
@@ -71,8 +71,10 @@ def test_live_owner(tmp_path: Path) -> None:
 
 
 def test_zombie(tmp_path: Path) -> None:
-    """A job that was stopped for so long that another one has taken over saves and deletes nothing
-    more, and exits with the code that means "do not restart"."""
+    """A job that was stopped until another one took over saves and deletes nothing more.
+
+    It exits with code 93, "do not restart".
+    """
     with start(tmp_path / "alone") as alone:
         expected = weights(alone)
     with start(tmp_path / "shared", "stop") as first:

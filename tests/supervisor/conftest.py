@@ -12,7 +12,7 @@ from supervision import PRELUDE, Supervision, environment
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
-    """Starts `keras-distplug run` on a script that begins with PRELUDE."""
+    """Starts `keras-distplug run` on a script that starts with PRELUDE."""
     started: list[Supervision] = []
 
     def start(
@@ -27,7 +27,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
         script.write_text(PRELUDE + body)
         run = [*prefix, sys.executable, "-m", "keras_distplug", "run"]
         run += ["--workers", str(workers), *options]
-        run.append("--no-fork-server")  # these workers import no TensorFlow
+        run.append("--no-fork-server")  # these workers do not import TensorFlow
         process = subprocess.Popen(
             [*run, "--", *(command or (sys.executable, str(script)))],
             env=environment(TMPDIR=str(tmp_path), **environ),

@@ -15,7 +15,7 @@ PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-# On import the package forms a TensorFlow cluster under a supervisor; these workers have none.
+# Under a supervisor, importing the package forms a TensorFlow cluster; these workers have none.
 job = os.environ.pop("KERAS_DISTPLUG_JOB")
 from keras_distplug.core.supervised import Phase, Supervised
 os.environ["KERAS_DISTPLUG_JOB"] = job
@@ -58,7 +58,7 @@ def await_marks(text, count=1):
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Ours without what would change the output, and with the package importable."""
+    """Returns this environment without variables that change the output, but with the package."""
     hidden = ("TF_CONFIG", "NO_COLOR", "FORCE_COLOR", "CUDA_VISIBLE_DEVICES")
     environ = {
         name: value
@@ -79,7 +79,7 @@ def await_until(condition: Callable[[], bool], what: str, secs: float = 20.0) ->
 
 
 def is_dead(pid: int) -> bool:
-    """True for a zombie too: in a container nobody may reap an orphan."""
+    """Returns True also for a zombie: in a container, orphans may never be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -87,7 +87,7 @@ def is_dead(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP has come to all threads of a process."""
+    """Returns True once all threads of a process are stopped by SIGSTOP."""
     states = [
         path.read_text().rpartition(")")[2].split()[0]
         for path in Path(f"/proc/{pid}/task").glob("*/stat")
@@ -97,23 +97,23 @@ def is_stopped(pid: int) -> bool:
 
 @dataclass
 class Supervision:
-    """A `keras-distplug run` in a folder of its own."""
+    """A `keras-distplug run` in its own folder."""
 
     folder: Path
     process: subprocess.Popen[str]
 
     def marks(self) -> list[str]:
-        """What the workers have written down, in their order."""
+        """Returns the lines that the workers have recorded, in order."""
         path = self.folder / "marks"
         return path.read_text().splitlines() if path.exists() else []
 
     def pids(self, count: int) -> list[int]:
-        """Waits until the workers have marked `count` numbers: their pids."""
+        """Waits until the workers have recorded `count` PIDs, and returns them."""
         await_until(lambda: len(self.marks()) >= count, f"{count} pids marked")
         return [int(mark) for mark in self.marks()]
 
     def read_until(self, text: str) -> str:
-        """Waits for a line with `text` to be printed; what was printed since the last call."""
+        """Waits for a line with `text`. Returns the output since the last call."""
         assert self.process.stdout is not None
         lines: list[str] = []
         while text not in "".join(lines[-1:]):
@@ -122,6 +122,6 @@ class Supervision:
         return "".join(lines)
 
     def finish(self) -> tuple[int, str]:
-        """The exit code and everything that was printed."""
+        """Returns the exit code and the whole output."""
         out, err = self.process.communicate(timeout=50)
         return self.process.returncode, out + err

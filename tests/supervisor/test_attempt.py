@@ -22,26 +22,26 @@ def status(since: Mapping[Phase, float]) -> Status:
 DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
 JOINED = status({Phase.JOINED: 1.0})
 FITTING = status({Phase.JOINED: 1.0, Phase.FITTING: 1.5})
-LEFT_FOR_A_PEER = "w left because it lost another worker (exit code 201)"
+EXITED_FOR_A_PEER = "w exited because it lost another worker (exit code 201)"
 REFUSED = Status(Phase.REFUSED, {Phase.REFUSED: 2.0}, why="DataError: `x` holds no samples.")
-NOT_AGAIN = "w asked not to be started again (exit code 93)"
-TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
+NOT_AGAIN = "w asked not to be restarted (exit code 93)"
+PREEMPTED = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
 
 
 @pytest.mark.parametrize(
     ("returncode", "report", "cause", "exit_code", "text"),
     [
         (0, DONE, Cause.COMPLETED, 0, "w completed training"),
-        (0, FITTING, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
-        (0, JOINED, Cause.UNTRAINED, 0, "w ended with exit code 0 without training"),
-        (0, None, Cause.UNTRAINED, 0, "w ended with exit code 0 without training"),
+        (0, FITTING, Cause.LEFT, 1, "w exited without completing training (exit code 0)"),
+        (0, JOINED, Cause.UNTRAINED, 0, "w exited with code 0 without training"),
+        (0, None, Cause.UNTRAINED, 0, "w exited with code 0 without training"),
         (3, JOINED, Cause.FAILED, 3, "w exited with code 3"),
         (3, DONE, Cause.FAILED, 3, "w exited with code 3"),
-        (143, TOLD, Cause.PREEMPTED, 143, "w was told to go, and has saved"),
-        (-9, TOLD, Cause.PREEMPTED, 137, "w was told to go, and has saved"),
-        (1, TOLD, Cause.FAILED, 1, "w exited with code 1"),
+        (143, PREEMPTED, Cause.PREEMPTED, 143, "w was preempted after saving a checkpoint"),
+        (-9, PREEMPTED, Cause.PREEMPTED, 137, "w was preempted after saving a checkpoint"),
+        (1, PREEMPTED, Cause.FAILED, 1, "w exited with code 1"),
         (143, JOINED, Cause.FAILED, 143, "w exited with code 143"),
-        (201, JOINED, Cause.FAILED, 201, LEFT_FOR_A_PEER),
+        (201, JOINED, Cause.FAILED, 201, EXITED_FOR_A_PEER),
         (93, JOINED, Cause.FAILED, 93, NOT_AGAIN),
         (93, REFUSED, Cause.FAILED, 93, f"{NOT_AGAIN}: DataError: `x` holds no samples."),
         (1, REFUSED, Cause.FAILED, 1, "w exited with code 1"),
@@ -54,23 +54,23 @@ TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
 def test_judge(
     returncode: int, report: Status | None, cause: Cause, exit_code: int, text: str
 ) -> None:
-    """Only exit code 0 is no failure, after completed training or without any."""
+    """Only exit code 0 after completed training, or without any training, is not a failure."""
     judged = judge(Ended("w", returncode, 5.0), report)
     assert (judged.cause, judged.exit_code, str(judged)) == (cause, exit_code, text)
 
 
 def test_late_worker() -> None:
-    """A worker that did not join has the exit code of a time-out."""
+    """A worker that did not join has the exit code of a timeout."""
     late = Exit("w", Cause.LATE, None, 5.0, limit_secs=300)
     assert str(late) == "w has not joined the cluster within 300 s (--startup-timeout)"
     assert late.exit_code == 124
 
 
 def test_silent_worker() -> None:
-    """So has one that gives no sign of life, and the kernel's word stands beside it."""
+    """A silent worker has the same code, and its process state is reported."""
     silent = Exit("w", Cause.SILENT, None, 5.0, limit_secs=300, why="T (stopped)")
     assert str(silent) == (
-        "w has given no sign of life for 300 s, its process: T (stopped) (--unresponsive-timeout)"
+        "w has given no sign of life for 300 s; process state T (stopped) (--unresponsive-timeout)"
     )
     assert silent.exit_code == 124
 
@@ -78,13 +78,13 @@ def test_silent_worker() -> None:
 @pytest.mark.parametrize("name", ["startup_secs", "grace_secs", "silence_secs"])
 @pytest.mark.parametrize("value", [-1.0, inf, nan])
 def test_impossible_limits(name: str, value: float) -> None:
-    """A time limit that cannot be is refused."""
+    """An impossible time limit is refused."""
     with pytest.raises(ConfigurationError, match="must be"):
         Limits(**{name: value})
 
 
-def test_who_is_the_cause() -> None:
-    """Of deaths found in one look, the one by a signal came first; an abort may be for a peer."""
+def test_earliest_first() -> None:
+    """The cause of simultaneous exits is one by a signal; an abort may be due to a lost peer."""
     crash, abort, killed = (Exit("w", Cause.FAILED, code, 5.0) for code in (1, -6, -9))
     assert min([crash, abort, killed], key=earliest_first) is killed
     assert min([killed, crash, abort], key=earliest_first) is killed
@@ -99,7 +99,8 @@ PEER = Exit("worker-0", Cause.STOPPED, -15, 101.0)
 
 
 def test_recovery_report() -> None:
-    """The way back is broken down at the moments when the last worker got there."""
+    """The recovery time is broken down by the times at which the last worker reached every
+    phase."""
     reports = {
         "worker-0": status({Phase.JOINED: 104.0, Phase.FITTING: 106.5, Phase.TRAINING: 107.0}),
         "worker-1": status({Phase.JOINED: 105.0, Phase.FITTING: 106.0, Phase.TRAINING: 107.2}),
@@ -111,7 +112,7 @@ def test_recovery_report() -> None:
 
 
 def test_recovery_report_without_a_phase() -> None:
-    """The time of a phase that nobody reports counts for the next."""
+    """The time of a phase that no worker reports counts towards the next one."""
     reports = {"worker-0": status({Phase.JOINED: 105.0, Phase.TRAINING: 107.0})}
     assert recovery_report(Outcome((DEAD, PEER), None, 101.0), reports).endswith(
         "import and join 4.0 s, first step 2.0 s"
@@ -119,7 +120,7 @@ def test_recovery_report_without_a_phase() -> None:
 
 
 def test_closing_report_of_a_failure() -> None:
-    """The report begins with the earliest failure; the others follow as its consequences."""
+    """The report starts with the earliest failure; the others follow as its consequences."""
     before = Outcome((Exit("worker-0", Cause.LEFT, 0, 50.0),), None, 51.0)
     crash = Exit("worker-2", Cause.FAILED, 1, 100.5)
     history = [
@@ -132,17 +133,17 @@ def test_closing_report_of_a_failure() -> None:
     assert lines[0] == "gave up after 1 restart; exit code 137"
     assert lines[1].startswith("first failure: worker-1 was killed by SIGKILL at ")
     assert lines[2:4] == [
-        "  then: worker-2 exited with code 1, 0.5 s after",
-        "  then: worker-0 was ended by the supervisor (SIGTERM), 1.0 s after",
+        "  then: worker-2 exited with code 1, 0.5 s later",
+        "  then: worker-0 was stopped by the supervisor (SIGTERM), 1.0 s later",
     ]
-    assert lines[4].startswith("  in attempt 0 before: worker-0 left without completing")
+    assert lines[4].startswith("  earlier, in attempt 0: worker-0 exited without completing")
 
 
 def test_closing_report_of_an_interruption() -> None:
-    """After a signal to the supervisor the report says how every worker ended."""
+    """After a signal to the supervisor, the report describes how every worker exited."""
     history = [Attempt((0,), Outcome((PEER,), signal.SIGINT, 101.0), {})]
     end = decide(history, Budgets())
-    assert end == End(130, "ended by SIGINT to the supervisor")
+    assert end == End(130, "stopped by SIGINT to the supervisor")
     assert closing_report(history, end, 1.0) == [
-        "ended by SIGINT to the supervisor: worker-0 was ended by the supervisor (SIGTERM)"
+        "stopped by SIGINT to the supervisor: worker-0 was stopped by the supervisor (SIGTERM)"
     ]

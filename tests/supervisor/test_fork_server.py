@@ -1,4 +1,4 @@
-"""A forked worker is what an ordinary process would be; without a server, it is one."""
+"""A forked worker behaves like an ordinary process; without a server, it is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from keras_distplug.core.supervised import JOB, Supervised
 from keras_distplug.supervisor import fork_server, guard
 from keras_distplug.supervisor.attempt import Outcome
-from keras_distplug.supervisor.events_beside import EventLog
+from keras_distplug.supervisor.event_log import EventLog
 from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer, PythonCommand
 from keras_distplug.supervisor.launch import Handle, common_environment
@@ -30,7 +30,7 @@ from keras_distplug.supervisor.run import Job, _Reporter
 
 LIMIT_SECS = 60.0
 
-# Stands in for TensorFlow. It takes note of the process that has imported it.
+# A substitute for TensorFlow that records the process that has imported it.
 HEAVY = """
 import os
 server = os.getpid()
@@ -44,7 +44,7 @@ def _start_process():
 
 @dataclass
 class Script:
-    """A script, and the server that forks it."""
+    """A script and the server that forks it."""
 
     folder: Path
     server: ForkServer
@@ -59,7 +59,7 @@ class Script:
         return started.handle, is_forked
 
     def run(self, script: str, **environ: str) -> tuple[int, str, bool]:
-        """Its exit code, what it has printed, and whether it was forked."""
+        """Returns the exit code, the output, and True if the script was forked."""
         handle, is_forked = self.start(script, **environ)
         return handle.wait(), read(handle), is_forked
 
@@ -75,7 +75,7 @@ def read(handle: Handle) -> str:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes a script and its server, which imports `heavy` early."""
+    """Creates a script and its server, which imports `heavy` early."""
     made: list[Script] = []
 
     def make(*command: str, settings: Mapping[str, str] | None = None, **options: Any) -> Script:
@@ -89,7 +89,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         made.append(Script(tmp_path, server, {**environ, JOB: job, **ours}))
         server.prepare(settings)
         if server._server is not None:
-            # Until the next worker will be forked, or why it cannot be is known.
+            # Waits until the next worker will be forked, or the reason why it will not is known.
             select.select([server._server._connection], [], [], LIMIT_SECS)
             server._look()
         return made[-1]
@@ -120,13 +120,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
     ],
 )  # fmt: skip
 def test_python_commands(command: str, expected: Any) -> None:
-    """A command that runs a script, a module or code can be forked; others cannot."""
+    """Only commands that run a script, a module or code can be forked."""
     found = PythonCommand.of(command.split())
     assert (found and (found.interpreter, found.arguments)) == expected
 
 
 def test_same_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a script sees of its process is the same, forked or not."""
+    """A script sees the same process properties, forked or not."""
     script = """
         import heavy, os, sys
         import heavy as once_more
@@ -173,7 +173,7 @@ ZeroDivisionError: division by zero
     ],
 )  # fmt: skip
 def test_ends(make: Make, script: str, code: int, printed: str) -> None:
-    """A forked script ends as it would: its exit code, last output and traceback."""
+    """A forked script ends in the same way: same exit code, last output and traceback."""
     made = make()
     found = made.run(script)
     path = str(made.folder / "train.py")
@@ -204,7 +204,7 @@ def test_modules_and_code(make: Make, tmp_path: Path, how: str) -> None:
 
 
 def test_marks(make: Make) -> None:
-    """The guard finds a forked worker, and what that starts, by the marks of that worker."""
+    """The guard finds a forked worker and its child processes by the worker's mark."""
     made = make()
     handle, is_forked = made.start(
         """
@@ -225,16 +225,16 @@ def test_marks(make: Make) -> None:
     )
     guard.signal_all([made.mark], signal.SIGKILL)
     assert handle.wait() == -signal.SIGKILL
-    # The grandchild has become a child of this process, unless its parent could still await it.
+    # The grandchild has become a child of this process, unless its own parent could still reap it.
     with contextlib.suppress(ChildProcessError):
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not guard.living([made.mark])
     assert guard.living([others.mark])
-    guard.end_all([others.mark], LIMIT_SECS)
+    guard.kill_all([others.mark], LIMIT_SECS)
 
 
 def test_orphans_are_reaped(make: Make) -> None:
-    """What a worker leaves behind, and has ended, is no zombie of the supervisor's."""
+    """Exited orphans of a worker do not remain zombies of the supervisor."""
     made = make()
     handle, _ = made.start(
         """
@@ -254,7 +254,7 @@ def test_orphans_are_reaped(make: Make) -> None:
 
 
 def test_children_of_others(make: Make) -> None:
-    """A child that another part of this program has started is left to that."""
+    """Children started by other parts of the program are not reaped."""
     make()
     child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -263,7 +263,7 @@ def test_children_of_others(make: Make) -> None:
 
 
 def test_pickling_from_a_thread_of_a_module(make: Make, tmp_path: Path) -> None:
-    """Under `-m`, too, `__main__` is the script, also for a thread that goes on behind its end."""
+    """Under `-m`, too, `__main__` is the script, even for a thread that outlives its end."""
     (tmp_path / "job.py").write_text(
         textwrap.dedent(
             """
@@ -281,7 +281,7 @@ def test_pickling_from_a_thread_of_a_module(make: Make, tmp_path: Path) -> None:
 
 
 def test_random_numbers(make: Make) -> None:
-    """Workers without a seed draw numbers of their own."""
+    """Unseeded workers draw different random numbers."""
     made = make(modules=["numpy", "random"])
     script = "import random, numpy; print(random.random(), numpy.random.random())"
     [(_, first, _), (_, second, _)] = made.run(script), made.run(script)
@@ -327,20 +327,24 @@ ANOTHER_HEAVY = """
 def test_starts_over(
     make: Make, script: str, read: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A script whose imports would have come out differently gets a process of its own, and so do
-    those that come after it; that is reported once."""
+    """A script whose imports would behave differently gets its own process.
+
+    So do later ones; this is reported once.
+    """
     monkeypatch.chdir(tmp_path)
     made = make()
     assert made.run(script) == (0, f"{read} True\n", True)
     [note] = made.server.notes()
-    assert f"the script needs a process of its own: {why}" in note
+    assert f"the script needs its own process: {why}" in note
     assert made.run(script) == (0, f"{read} True\n", False)
     assert made.server.notes() == []
 
 
 def test_settings_of_the_script(make: Make) -> None:
-    """What an ordinary worker has reported that its script sets, the server is started with; what
-    imports have set themselves is not among it."""
+    """The server starts with the settings that an ordinary worker reported for its script.
+
+    Variables set by the imports themselves are not among them.
+    """
     made = make(settings={"TF_READ": "late", "KMP_SET": "by heavy", "OTHER": "1"})
     code, printed, is_forked = made.run(SETS_ENVIRONMENT)
     assert (code, printed, is_forked) == (0, "heavy starts\nlate False\n", True)
@@ -351,8 +355,7 @@ def test_settings_of_the_script(make: Make) -> None:
     ("name", "read"), [("TF_READ", "3"), ("PYTHONHASHSEED", "None"), ("LD_BIND_NOW", "None")]
 )
 def test_worker_with_another_environment(make: Make, name: str, read: str) -> None:
-    """One that is given another setting than the server, of TensorFlow's, Python's or the loader's,
-    starts over, before any import."""
+    """A worker whose settings for TensorFlow, Python or the loader differ starts over first."""
     made = make()
     script = "import heavy, os\nprint(heavy.read, heavy.server == os.getpid())"
     assert made.run(script, **{name: "3"}) == (0, f"{read} True\n", True)
@@ -363,8 +366,10 @@ def test_worker_with_another_environment(make: Make, name: str, read: str) -> No
 def test_lost_server(
     make: Make, number: signal.Signals, forks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that dies or hangs is replaced by ordinary starts, which is noted once; workers that
-    it has forked live on, and their exit codes are known."""
+    """A dead or hanging server is replaced by ordinary starts, which is reported once.
+
+    The workers that it has forked keep running, and their exit codes are received.
+    """
     monkeypatch.setattr(fork_server, "_REPLY_SECS", 0.5)
     made = make()
     waits = (
@@ -381,7 +386,7 @@ def test_lost_server(
     assert made.run("print('trained')") == (0, "trained\n", False)
     assert made.run("print('trained')") == (0, "trained\n", False)
     [note] = made.server.notes()
-    why = "it has ended" if number == signal.SIGKILL else "it has not answered for 0.5 s"
+    why = "it has exited" if number == signal.SIGKILL else "it has not answered for 0.5 s"
     assert note.startswith(f"workers start without the fork server: {why}")
     for handle in living:
         os.kill(handle.pid, signal.SIGUSR1)
@@ -394,13 +399,13 @@ BREAKS = {
         "RuntimeError: importing breaks started threads: MainThread, Thread-1"
     ),
     "print('last words', flush=True); import os; os._exit(4)": (
-        "it has ended; it has printed: last words"
+        "it has exited; its last output: last words"
     ),
 }
 
 
 @pytest.mark.parametrize("module", BREAKS, ids=["no memory", "thread", "exit"])
-def test_server_that_cannot_be(make: Make, tmp_path: Path, module: str) -> None:
+def test_server_that_cannot_start(make: Make, tmp_path: Path, module: str) -> None:
     (tmp_path / "breaks.py").write_text(module)
     made = make(modules=["breaks"])
     assert made.run("print('trained')") == (0, "trained\n", False)
@@ -411,13 +416,13 @@ def test_server_that_cannot_be(make: Make, tmp_path: Path, module: str) -> None:
 
 
 def test_imports_that_print_much(make: Make, tmp_path: Path) -> None:
-    """Nobody reads what the server prints; it does not wait for that."""
+    """The output of the server is not read, so it must not block on it."""
     (tmp_path / "prints.py").write_text("print('x' * 10**6, flush=True)")
     assert make(modules=["prints"]).run("print('trained')") == (0, "trained\n", True)
 
 
 def test_submodule_first(make: Make, tmp_path: Path) -> None:
-    """A script that imports a part of a package imports the package."""
+    """A script that imports a submodule also imports the package."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text(HEAVY + "import package.part")
     (tmp_path / "package" / "part.py").write_text("value = 3")
@@ -427,7 +432,7 @@ def test_submodule_first(make: Make, tmp_path: Path) -> None:
 
 
 def test_its_own_command(make: Make) -> None:
-    """A script that starts itself again does so with its own command."""
+    """A script that restarts itself does so with its own command."""
     made = make()
     script = """
         import os, sys
@@ -441,7 +446,7 @@ def test_its_own_command(make: Make) -> None:
 
 
 def test_late_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose server answers too late is ended before another one takes its place."""
+    """If the server answers too late, the worker is killed before another one takes its place."""
     made = make()
     assert made.server._server is not None
     receive = made.server._server._receive
@@ -467,7 +472,7 @@ def test_late_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fork_that_fails(make: Make) -> None:
-    """A worker that cannot be forked is an ordinary process."""
+    """A worker that cannot be forked is started as an ordinary process."""
     made = make()
     code, printed, is_forked = made.run("print('trained')", KERAS_DISTPLUG_JOB="too short")
     assert (code, printed, is_forked) == (0, "trained\n", False)
@@ -476,7 +481,7 @@ def test_fork_that_fails(make: Make) -> None:
 
 
 def test_off(make: Make) -> None:
-    """No server where the user wants none; where there cannot be one, that is said."""
+    """The user can disable the server; if it is not possible, the reason is reported."""
     made = make(is_on=False)
     assert made.run("print(1)") == (0, "1\n", False)
     assert made.server.notes() == []
@@ -486,7 +491,7 @@ def test_off(make: Make) -> None:
     made = make("bash", "-c", "echo 2")
     assert made.run("") == (0, "2\n", False)
     assert made.server.notes() == [
-        "workers start without the fork server: bash is no Python interpreter that runs a script"
+        "workers start without the fork server: bash is not a Python interpreter that runs a script"
     ]
 
 
@@ -510,8 +515,10 @@ def test_server_ends_with_the_supervisor(make: Make) -> None:
 def test_forked_workers_that_never_train(
     make: Make, tmp_path: Path, forked: list[str], trains: bool, cause: Cause, is_on: bool
 ) -> None:
-    """Once forked workers have failed before their first step, all others are ordinary processes:
-    whatever it was that only a forked one meets, it ends no job."""
+    """If forked workers fail before their first step, later ones are ordinary processes.
+
+    A problem that only affects forked workers must not end a job.
+    """
     made = make()
     server = made.server
     log, output = EventLog(None, "job"), Output(["worker-0"], io.StringIO())
@@ -526,5 +533,5 @@ def test_forked_workers_that_never_train(
     started, is_forked = server.start(made.environ)
     os.kill(started.handle.pid, signal.SIGKILL)
     assert is_forked is is_on
-    expected = "workers that it had forked did not get to their first step"
+    expected = "forked workers did not reach their first step"
     assert [expected in note for note in notes] == ([] if is_on else [True])

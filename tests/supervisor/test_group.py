@@ -34,7 +34,7 @@ def wait_for_end(group: Group) -> Ended:
         ended, _ = group.wait(1.0)
         if ended:
             return ended[0]
-    raise AssertionError("nobody ended within 20 s")
+    raise AssertionError("no worker ended within 20 s")
 
 
 def read_pid(path: Path) -> int:
@@ -51,13 +51,13 @@ def test_exit_code(group: Group) -> None:
     assert not group.lives()
 
 
-def test_what_a_command_leaves_behind(group: Group, tmp_path: Path) -> None:
-    """What a worker's command started and left behind lives as long as the group."""
+def test_leftover_processes(group: Group, tmp_path: Path) -> None:
+    """Processes that a worker's command left behind live as long as the group."""
     group.add("a", spawn(["sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/pid"], os.environ))
     pid = read_pid(tmp_path / "pid")
     assert wait_for_end(group).returncode == 0
     assert not group.runs()
-    # In the middle of an exec, a process has no environment to be known by.
+    # During an exec, a process has no environment to identify it by.
     await_until(group.lives, "the process to be known")
     group.kill()
     assert is_dead(pid)
@@ -65,7 +65,7 @@ def test_what_a_command_leaves_behind(group: Group, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hidden", ["", "setsid -w ", "timeout 100 "])
 def test_grace_for_grandchildren(group: Group, hidden: str, tmp_path: Path) -> None:
-    """When a shell dies of SIGTERM, the script that it started still has its grace period."""
+    """When SIGTERM kills a shell, the script that it started still gets its grace period."""
     script = (
         "import signal, sys, time, os; from pathlib import Path; here = Path(sys.argv[1])\n"
         "def save(*_): time.sleep(0.5); (here / 'saved').touch(); os._exit(0)\n"
@@ -84,18 +84,18 @@ def test_grace_for_grandchildren(group: Group, hidden: str, tmp_path: Path) -> N
 
 
 def test_signals_wake_the_group(group: Group) -> None:
-    """A signal to the supervisor ends the wait at once."""
+    """A signal to the supervisor ends the wait immediately."""
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     group.add("a", spawn(["sleep", "60"], os.environ))
-    begun = time.monotonic()
+    started_s = time.monotonic()
     assert group.wait(20.0) == ([], [signal.SIGTERM])
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - started_s < 10
     timer.join()
 
 
 def test_closing_kills(tmp_path: Path) -> None:
-    """Leaving the group kills whoever still runs."""
+    """Closing the group kills all running processes."""
     with (
         Interruptions() as interruptions,
         Group(Output(["a"], io.StringIO()), interruptions) as group,
@@ -106,8 +106,8 @@ def test_closing_kills(tmp_path: Path) -> None:
     assert is_dead(pid)
 
 
-def test_handlers_are_given_back() -> None:
-    """Whoever handled the signals before handles them again afterwards."""
+def test_handlers_are_restored() -> None:
+    """The previous signal handlers are restored."""
     before = signal.getsignal(signal.SIGTERM)
     with Interruptions():
         assert signal.getsignal(signal.SIGTERM) is not before
@@ -115,8 +115,7 @@ def test_handlers_are_given_back() -> None:
 
 
 def test_zombies_of_a_worker(group: Group, tmp_path: Path) -> None:
-    """What has become a child of the supervisor because its parent ended is no zombie for long,
-    while the worker goes on."""
+    """Exited orphans do not remain zombies while the worker is running."""
     become_subreaper()
     script = f"(setsid true & echo $! > {tmp_path}/pid); exec sleep 60"
     group.add("a", spawn(["sh", "-c", script], os.environ))

@@ -15,7 +15,7 @@ from keras_distplug.core import supervised
 from keras_distplug.supervisor import guard
 from keras_distplug.supervisor.guard import Guard
 
-# Leaves its session and its process group, and has a child that does so too.
+# Leaves its session and process group, and starts a child that does the same.
 WANDERER = """
 import os, subprocess, sys, time
 if os.fork(): os._exit(0)
@@ -38,7 +38,7 @@ def start(job: str, *command: str) -> subprocess.Popen[bytes]:
 
 
 def wander(job: str, folder: Path) -> list[int]:
-    """Starts processes that hide; their pids."""
+    """Starts processes that hide, and returns their PIDs."""
     start(job, sys.executable, "-c", WANDERER, str(folder / "pids")).wait(20)
     pids = folder / "pids"
     await_until(lambda: pids.exists() and pids.read_text().endswith("\n"), "pids written")
@@ -46,12 +46,12 @@ def wander(job: str, folder: Path) -> list[int]:
 
 
 def test_the_mark() -> None:
-    """The guard knows processes by the variable that the contract sets."""
+    """The guard identifies processes by the variable that the contract sets."""
     assert guard.mark_of("a") == f"{supervised.JOB}=a"
 
 
-def test_nobody_hides(job: str, tmp_path: Path) -> None:
-    """A process belongs to its job in whatever session it is, and to no other job."""
+def test_hidden_processes_are_found(job: str, tmp_path: Path) -> None:
+    """A process belongs to its job in any session, and to no other job."""
     pids = wander(job, tmp_path)
     assert guard.living([guard.mark_of(job)])
     guard.signal_all([guard.mark_of(job[:-1])], signal.SIGKILL)
@@ -64,8 +64,10 @@ def test_nobody_hides(job: str, tmp_path: Path) -> None:
 
 
 def test_end_without_farewell(job: str, tmp_path: Path) -> None:
-    """When the supervisor is gone, the guard ends the job, deletes its folder, and ends itself;
-    signals that were meant for the supervisor do not reach it."""
+    """When the supervisor is dead, the guard kills the job, deletes its folder, and exits.
+
+    Signals meant for the supervisor do not reach it.
+    """
     folder = tmp_path / "job"
     folder.mkdir()
     pids = wander(job, tmp_path)
@@ -87,7 +89,7 @@ def test_end_without_farewell(job: str, tmp_path: Path) -> None:
 
 
 def test_farewell(job: str, tmp_path: Path) -> None:
-    """A guard that was dismissed ends nobody and deletes nothing."""
+    """A dismissed guard kills no process and deletes nothing."""
     with start(job, "sleep", "60") as sleeper:
         with Guard(job, tmp_path) as dismissed:
             pass
@@ -98,7 +100,7 @@ def test_farewell(job: str, tmp_path: Path) -> None:
 
 
 def test_killed_guard(job: str, tmp_path: Path) -> None:
-    """The death of the guard ends nothing."""
+    """The death of the guard has no consequences."""
     with Guard(job, tmp_path) as killed:
         killed._process.kill()
         killed._process.wait(20)

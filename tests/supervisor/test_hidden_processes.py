@@ -1,4 +1,4 @@
-"""`keras-distplug run` and processes that hide: nothing of a job outlives it, or an attempt."""
+"""Processes that hide from `keras-distplug run`: none outlives its job or its attempt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Start = Callable[..., Supervision]
 
 HIDING = """
 def hide():
-    # The pids of what has lost every mark of the job; the last one has ended.
-    # As setproctitle does: a title overwrites what the kernel shows of the environment.
+    # Returns the PIDs of processes without any mark of the job; the last one has exited.
+    # Like setproctitle: a title overwrites the environment that the kernel shows.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
@@ -26,7 +26,7 @@ def hide():
     assert not Path("/proc/self/environ").read_bytes().strip(bytes(1))
 
     def orphan(*command):
-        # Without `_exit` this would take the exit code of what has ended by then.
+        # Without `_exit`, this would reap the child if it has exited by then.
         code = "import os, subprocess, sys; command = sys.argv[1:]; child = subprocess.Popen("
         code += "command, env={}, start_new_session=True, stdout=subprocess.DEVNULL); "
         code += "print(child.pid, flush=True); os._exit(0)"
@@ -43,8 +43,10 @@ def hide():
 
 @pytest.mark.parametrize("options", [(), ("--no-fork-server",)], ids=str)
 def test_hidden_processes(start: Start, options: tuple[str, ...]) -> None:
-    """A worker that has changed its title is ended and started again, and nothing of the attempt
-    before lives: with a cleared environment, in another session, or as an orphan."""
+    """A worker that changed its title is stopped and restarted with no leftover processes.
+
+    These have a cleared environment, are in another session, or are orphans.
+    """
     job = start(
         f"""{HIDING}
 train()
@@ -69,13 +71,13 @@ complete()
     assert all(is_dead(int(pid)) for pid in job.marks()[0].split())
 
 
-def test_hidden_from_the_guard(start: Start) -> None:
-    """What hides does not survive a supervisor that is killed, either."""
+def test_killed_supervisor_of_hidden_processes(start: Start) -> None:
+    """Hidden processes do not survive a killed supervisor either."""
     job = start(f"{HIDING}\ntrain()\nmark(' '.join(map(str, hide())))\nsleep()", workers=1)
     await_until(lambda: bool(job.marks()), "the worker hides")
     *pids, ended = map(int, job.marks()[0].split())
     assert not any(is_dead(pid) for pid in pids)
-    # Whoever has taken its exit code has seen the orphan that was there before it.
+    # Reaping its exit code implies having seen the orphan before it.
     await_until(lambda: not Path(f"/proc/{ended}").exists(), "the supervisor knows the orphans")
     job.process.kill()
     await_until(lambda: all(is_dead(pid) for pid in pids), "all are dead")
@@ -83,7 +85,7 @@ def test_hidden_from_the_guard(start: Start) -> None:
 
 @pytest.mark.parametrize("command", ["python", "bash", "setsid"])
 def test_killed_supervisor(start: Start, command: str, tmp_path: Path) -> None:
-    """When the supervisor is killed, no worker survives it, nor what a worker started."""
+    """No worker, nor any process that it started, survives a killed supervisor."""
     python = f"{sys.executable} {tmp_path / 'train.py'}"
     job = start(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); train(); mark(os.getpid()); sleep()",
@@ -101,7 +103,7 @@ def test_killed_supervisor(start: Start, command: str, tmp_path: Path) -> None:
 
 
 def test_hidden_trainer(start: Start, tmp_path: Path) -> None:
-    """Before a restart nothing of the attempt before lives, in whatever session it hides."""
+    """Before a restart, no process of the previous attempt is alive in any session."""
     job = start(
         """
 mark(f"{attempt} {os.getpid()}")
@@ -115,7 +117,7 @@ if attempt == 0:
 pids = [line.split()[1] for line in open(Path(__file__).with_name("marks")) if line[0] == "0"]
 for pid in pids:
     stat = Path(f"/proc/{pid}/stat")
-    # In a container nobody may reap an orphan.
+    # In a container, orphans may never be reaped.
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX", pid
 train()
 complete()
@@ -132,8 +134,10 @@ complete()
     ["outer", "inner", *(pytest.param(f, marks=pytest.mark.ci) for f in ("worker", "SIGTERM", ""))],
 )
 def test_nested(start: Start, fault: str, tmp_path: Path) -> None:
-    """A supervisor under another one: whichever process is killed, nothing of it is left, and the
-    job is started again by the supervisor above, or ends with the outermost."""
+    """Under nested supervisors, no process is left behind, whichever process is killed.
+
+    The job is restarted by the outer supervisor, or ends with the outermost one.
+    """
     job = start(
         f"""
 train()

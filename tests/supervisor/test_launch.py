@@ -28,7 +28,7 @@ CONTRACT = Supervised(job="j", attempt=2, status_dir=Path("/s"))
 
 
 def test_free_ports() -> None:
-    """Ports are free, each comes once, and those of the attempt before do not come again."""
+    """Ports are free and distinct, and those of the previous attempt are avoided."""
     before = free_ports(50)
     ports = free_ports(50, avoid=before)
     assert len({*before, *ports}) == 100
@@ -38,7 +38,7 @@ def test_free_ports() -> None:
 
 
 def test_local_cluster() -> None:
-    """Every worker sees the same cluster and its own place in it."""
+    """Every worker gets the same cluster and its own place in it."""
     roles = local_cluster([1001, 1002])
     assert [role.name for role in roles] == ["worker-0", "worker-1"]
     assert roles[0].cluster == {"worker": ("127.0.0.1:1001", "127.0.0.1:1002")}
@@ -48,7 +48,7 @@ def test_local_cluster() -> None:
 def test_worker_environment() -> None:
     """A worker gets its TF_CONFIG, the contract, unbuffered output and its GPUs."""
     role = local_cluster([1001, 1002])[1]
-    common = common_environment({"HOME": "/h", supervised.FORK_SERVER: "/somebody/elses"})
+    common = common_environment({"HOME": "/h", supervised.FORK_SERVER: "/another/one"})
     assert supervised.FORK_SERVER not in common
     environ = worker_environment(common, role, CONTRACT, gpus=[("0", "1"), ("2", "3")])
     assert json.loads(environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
@@ -57,7 +57,7 @@ def test_worker_environment() -> None:
     assert (environ["TF_CPP_MIN_LOG_LEVEL"], environ["CUDA_VISIBLE_DEVICES"]) == ("2", "2,3")
 
 
-def test_environment_of_who_computes_little() -> None:
+def test_environment_without_devices() -> None:
     """A chief and parameter servers get no devices."""
     chief, worker, ps = local_cluster([1001, 1002, 1003], ps=1)
     for role, gpus, devices in ((chief, "", None), (worker, "2,3", 2), (ps, "", None)):
@@ -68,7 +68,7 @@ def test_environment_of_who_computes_little() -> None:
 
 
 def test_single_worker_has_no_tf_config() -> None:
-    """One worker alone forms no cluster: a TF_CONFIG of before is removed."""
+    """A single worker forms no cluster: an existing TF_CONFIG is removed."""
     base = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "0", "CUDA_VISIBLE_DEVICES": ""}
     base["KERAS_DISTPLUG_DEVICES_PER_WORKER"] = "4"
     environ = worker_environment(common_environment(base), local_cluster([1001])[0], CONTRACT)
@@ -88,20 +88,20 @@ def test_single_worker_has_no_tf_config() -> None:
     ],
 )
 def test_gpus_of_the_environment(value: str, gpus: tuple[str, ...], tmp_path: Path) -> None:
-    """CUDA_VISIBLE_DEVICES names the GPUs, up to the first that is not valid."""
+    """CUDA_VISIBLE_DEVICES names the GPUs, up to the first invalid entry."""
     (tmp_path / "nvidia0").touch()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, tmp_path) == gpus
 
 
 def test_gpus_of_the_machine(tmp_path: Path) -> None:
-    """Otherwise the device files are counted, and CUDA numbers them from 0."""
+    """Without it, the device files are counted, and numbered from 0 as CUDA does."""
     for name in ("nvidia2", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ("0", "1")
 
 
 def test_divide_gpus() -> None:
-    """Every worker has its own GPUs: as many as asked for, or an equal share."""
+    """Every worker has its own GPUs: the requested number, or an equal share."""
     assert divide_gpus(["0", "1", "2", "3"], 2, 1) == [("0",), ("1",)]
     assert divide_gpus(["0", "1", "2", "3", "4"], 2, None) == [("0", "1"), ("2", "3")]
     assert divide_gpus([], 2, 3) is None
@@ -109,13 +109,13 @@ def test_divide_gpus() -> None:
 
 @pytest.mark.parametrize(("workers", "per_worker", "needed"), [(3, None, 3), (1, 3, 3), (2, 2, 4)])
 def test_too_few_gpus(workers: int, per_worker: int | None, needed: int) -> None:
-    """Too few GPUs: the error says how many are needed and how to do without."""
+    """If there are too few GPUs, the error says how many are needed and how to train without."""
     with pytest.raises(ConfigurationError, match=rf"need {needed} GPUs. Received 2.*_DEVICES=''"):
         divide_gpus(["0", "1"], workers, per_worker)
 
 
 def test_foreign_cluster() -> None:
-    """A process that a scheduler made part of a cluster does not start a cluster of its own."""
+    """In a process that belongs to a scheduler's cluster, no other cluster is started."""
     role = local_cluster([1001, 1002])[1]
     with pytest.raises(ConfigurationError, match=r"worker-1 of 2.*unset TF_CONFIG"):
         refuse_foreign_cluster({"TF_CONFIG": role.to_tf_config()})
@@ -152,7 +152,7 @@ def test_foreign_cluster() -> None:
     ],
 )
 def test_foreign_cluster_of_other_sources(variable: str, environ: dict[str, str]) -> None:
-    """The error names what to unset, and that helps."""
+    """The error names the variable to unset, which fixes it."""
     with pytest.raises(ConfigurationError, match=f"0 of 2: a scheduler.*unset {variable} to run"):
         refuse_foreign_cluster(environ)
     del environ[variable]
@@ -160,7 +160,7 @@ def test_foreign_cluster_of_other_sources(variable: str, environ: dict[str, str]
 
 
 def test_command_hints(tmp_path: Path) -> None:
-    """A command that cannot start is refused with what to write instead."""
+    """A command that cannot be started is refused with a hint."""
     script = tmp_path / "train.py"
     script.touch()
     plain = tmp_path / "train"
@@ -176,7 +176,7 @@ def test_command_hints(tmp_path: Path) -> None:
 
 
 def test_script_without_interpreter(tmp_path: Path) -> None:
-    """An executable that the system cannot run is an error in words."""
+    """An executable that the system cannot run causes a readable error."""
     script = tmp_path / "train"
     script.write_text("print(1)\n")
     script.chmod(0o755)

@@ -12,7 +12,7 @@ import pytest
 
 from keras_distplug.supervisor.output import Final, LineAssembler, Output, Transient
 
-# Keras 3.15's Progbar(2) into a pipe, width 4, as it was written.
+# Output of Keras 3.15's Progbar(2) with width 4 to a pipe.
 KERAS_BAR = (
     b"Epoch 1/1\n"
     b"\r\x1b[1m1/2\x1b[0m \x1b[32m\xe2\x94\x81\xe2\x94\x81\x1b[0m\x1b[37m\xe2\x94\x81\xe2\x94\x81"
@@ -49,32 +49,32 @@ def printed(*lines: str) -> str:
 
 
 def test_lines_across_reads() -> None:
-    """A line is complete at its newline, however the bytes were cut."""
+    """A line is complete at its newline, however the data is split."""
     assembler = LineAssembler()
     assert assembler.feed(b"one\ntw") == [Final("one"), Transient("tw")]
     assert assembler.feed(b"o\n") == [Final("two")]
 
 
 def test_last_line_without_newline() -> None:
-    """What a worker printed last is shown even if it died before the newline."""
+    """A worker's last output is shown even if it died before the newline."""
     assert finals(b"one\ntwo") == ["one", "two"]
 
 
 def test_keras_progress_bar() -> None:
-    """A Keras progress bar is one final line, its updates are transient."""
+    """A Keras progress bar becomes one final line; its updates are transient."""
     events = LineAssembler().feed(KERAS_BAR)
     assert events == [Final("Epoch 1/1"), Final(KERAS_FINAL)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_any_cut_gives_the_same_finals(size: int) -> None:
-    """Cuts within UTF-8 characters and escape sequences change nothing."""
+def test_any_split(size: int) -> None:
+    """Splits within UTF-8 characters and escape sequences make no difference."""
     chunks = [KERAS_BAR[at : at + size] for at in range(0, len(KERAS_BAR), size)]
     assert finals(*chunks) == ["Epoch 1/1", KERAS_FINAL]
 
 
 def test_progress_is_transient() -> None:
-    """A bar that is not complete yet is shown as it stands."""
+    """An incomplete progress bar is shown as it is."""
     first_update = KERAS_BAR[: KERAS_BAR.index(b"\x08")]
     last = LineAssembler().feed(first_update)[-1]
     assert isinstance(last, Transient)
@@ -92,12 +92,12 @@ def test_progress_is_transient() -> None:
     ],
 )
 def test_rewriting(written: bytes, line: str) -> None:
-    """The last version of a line counts; bytes that are no UTF-8 are replaced."""
+    """The last version of a line counts; bytes that are not UTF-8 are replaced."""
     assert finals(written) in ([line], [] if not line else None)
 
 
-def test_a_line_without_end() -> None:
-    """What is never ended is broken somewhere, and nothing of it is lost."""
+def test_line_without_end() -> None:
+    """A line without an end is split, and no part of it is lost."""
     assembler = LineAssembler()
     events = [event for _ in range(40) for event in assembler.feed(b"x" * 65536)]
     lines = [event.line for event in [*events, *assembler.close()] if isinstance(event, Final)]
@@ -106,23 +106,23 @@ def test_a_line_without_end() -> None:
 
 
 def test_prefix_and_markup() -> None:
-    """Every line says whose it is, and brackets in it are no markup."""
+    """Every line has its worker's prefix, and brackets in it are not markup."""
     assert printed("[bold]x[/bold] :smile: 12\t3") == "[worker-1] [bold]x[/bold] :smile: 12\t3\n"
 
 
 def test_long_lines() -> None:
-    """A long line stays one line, whole."""
+    """A long line remains one line."""
     line = "word " * 20_000 + "end"
     assert printed(line) == f"[worker-1] {line}\n"
 
 
 def test_empty_lines() -> None:
-    """Lines with nothing to see are dropped."""
+    """Lines without visible characters are dropped."""
     assert printed("", "  ", "\x1b[0m", "x") == "[worker-1] x\n"
 
 
 def test_no_escape_codes_in_a_file() -> None:
-    """Where the output is no terminal, colours and cursor movements are taken out."""
+    """If the output is not a terminal, colours and cursor movements are removed."""
     text = printed("\x1b[31mred\x1b[0m \x1b[2K\x1b[1Agone\x1b]0;title\x07\x1b7\a.")
     assert text == "[worker-1] red gone.\n"
 
@@ -135,8 +135,8 @@ def test_force_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[35m[worker-1] " in text
 
 
-def test_transient_lines_stay_out_of_files() -> None:
-    """Where the output is no terminal, only complete lines are printed, once each."""
+def test_no_transient_lines_in_a_file() -> None:
+    """If the output is not a terminal, only complete lines are printed, once each."""
     file = io.StringIO()
     with Output(["worker-0"], file) as output:
         assembler = LineAssembler()
@@ -150,7 +150,7 @@ def test_transient_lines_stay_out_of_files() -> None:
 
 
 def on_terminal(*shown: tuple[str, Final | Transient]) -> str:
-    """Everything that a terminal receives; at its end the last progress bar is wiped out."""
+    """Returns everything that a terminal receives; finally, the last progress bar is erased."""
     ours, theirs = pty.openpty()
     received: list[bytes] = []
 
@@ -174,27 +174,27 @@ def on_terminal(*shown: tuple[str, Final | Transient]) -> str:
 
 
 def test_progress_on_a_terminal() -> None:
-    """On a terminal the chief's open line is drawn again below every line that is printed."""
+    """On a terminal, the chief's open line is redrawn below every printed line."""
     text = on_terminal(("worker-0", Transient("1/2 bar")), ("worker-1", Final("hello")))
     assert text.index("hello") < text.rindex("1/2 bar")
 
 
 def test_complete_bar_on_a_terminal() -> None:
-    """The complete bar takes the place of the open one."""
+    """The complete bar replaces the open one."""
     text = on_terminal(("worker-0", Transient("1/2 bar")), ("worker-0", Final("2/2 bar")))
     assert text.count("2/2 bar") == 1
     assert "1/2 bar" not in text[text.index("2/2 bar") :]
 
 
 def test_progress_of_others_on_a_terminal() -> None:
-    """Only the chief's open line is live."""
+    """Only the chief's open line is shown live."""
     text = on_terminal(("worker-1", Transient("1/2 bar")), ("worker-1", Final("hello")))
     assert "hello" in text
     assert "1/2" not in text
 
 
 def test_no_color_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NO_COLOR takes the colours out of what workers print on a terminal."""
+    """NO_COLOR removes the colours from the workers' output on a terminal."""
     line = ("worker-1", Final("\x1b[31mred"))
     coloured = on_terminal(line)
     assert "\x1b[31mred\x1b[0m" in coloured
@@ -206,14 +206,15 @@ def test_no_color_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FullDisk(io.StringIO):
-    """A file that can take no more."""
+    """A file on a full disk."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_lost_output(capsys: pytest.CaptureFixture[str]) -> None:
-    """Output that cannot be written ends nothing, is said once, and is not printed late."""
+    """If output cannot be written, work continues; this is reported once, and nothing is
+    repeated."""
     file = FullDisk()
     with Output(["worker-0"], file) as output:
         output.show("worker-0", Final("lost"))

@@ -1,4 +1,4 @@
-"""`keras-distplug run --ps`: who may die without whom, of a chief, workers and servers."""
+"""`keras-distplug run --ps`: deaths of a chief, workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ mark(f"{attempt} {name} {os.getpid()} {json.dumps(tf_config['cluster'])}")
 
 
 def started(job: Supervision) -> list[tuple[int, str, int, dict[str, list[str]]]]:
-    """Attempt, name, pid and cluster of each process, in the order of their starts."""
+    """Returns attempt, name, PID and cluster of all processes, in the order of their starts."""
     lines = [mark.split(" ", 3) for mark in job.marks() if mark.count(" ") >= 3]
     return [(int(one[0]), one[1], int(one[2]), json.loads(one[3])) for one in lines]
 
@@ -34,8 +34,10 @@ def logged(job: Supervision) -> list[dict[str, Any]]:
 
 
 def test_roles(start: Start) -> None:
-    """All know the same cluster and their own place in it; the job is done, and nobody left, once
-    the chief has completed training, though the others never end by themselves."""
+    """All processes have the same cluster and their own place in it.
+
+    The job is complete, and all processes are stopped, once the chief has completed training.
+    """
     job = start(
         SERVE
         + """
@@ -72,7 +74,7 @@ complete()
 
 
 def test_devices(start: Start) -> None:
-    """GPUs, and `--devices-per-worker`, are the workers'."""
+    """Only workers get the GPUs of `--devices-per-worker`."""
     job = start(
         """
 mark(f"{name} {contract.devices_per_worker} {os.environ['CUDA_VISIBLE_DEVICES']}")
@@ -98,16 +100,16 @@ DEATHS = {
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", "was killed by SIGTERM", 143),
     "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 139),
     "an error": ("raise ValueError('no')", "exited with code 1", 1),
-    "a lost chief": ("os._exit(201)", "left because it lost another worker (exit code 201)", 201),
-    "code 0": ("sys.exit(0)", "left while the chief needed it (exit code 0)", 1),
-    "completed": ("complete(); sys.exit(0)", "left while the chief needed it (exit code 0)", 1),
+    "a lost chief": ("os._exit(201)", "exited because it lost another worker (exit code 201)", 201),
+    "code 0": ("sys.exit(0)", "exited while the chief needed it (exit code 0)", 1),
+    "completed": ("complete(); sys.exit(0)", "exited while the chief needed it (exit code 0)", 1),
 }
 
 
 @pytest.mark.parametrize("death", DEATHS)
 def test_worker_that_dies(start: Start, death: str) -> None:
-    """A worker that dies is started again alone, with the same part, and the others go on."""
-    action, told, exit_code = DEATHS[death]
+    """A worker that dies is restarted on its own, with the same role, and the others continue."""
+    action, reported, exit_code = DEATHS[death]
     job = start(
         SERVE
         + f"""
@@ -120,15 +122,15 @@ if name == "worker-1" and not Path(__file__).with_name("dead").exists():
 if task != "chief":
     serve()
 train()
-await_marks("told")
+await_marks("reported")
 complete()
 """,
         "--ps=1",
         "--log=events",
     )
-    before = job.read_until("worker-1 has joined again, ")
+    before = job.read_until("worker-1 rejoined after ")
     with (job.folder / "marks").open("a") as marks:
-        marks.write("told\n")
+        marks.write("reported\n")
     code, printed = job.finish()
     printed = before + printed
     assert code == 0, printed
@@ -138,21 +140,21 @@ complete()
     assert starts == {(0, "chief-0"): 1, (0, "worker-0"): 1, (0, "worker-1"): 2, (0, "ps-0"): 1}
     assert len({json.dumps(cluster) for _, _, _, cluster in processes}) == 1
     assert all(is_dead(pid) for _, _, pid, _ in processes)
-    assert f"worker-1 {told}; the others go on; restart 1 of a worker alone\n" in printed
-    assert "0 restarts, 1 restart of workers alone\n" in printed
+    assert f"worker-1 {reported}; the others continue; worker restart 1\n" in printed
+    assert "0 restarts, 1 worker restart\n" in printed
     assert "stopping all" not in printed
     events = logged(job)
     names = [each["event"] for each in events]
-    # The last worker may be seen to train only when this one has died.
+    # The last worker may only be seen training after this one has died.
     assert [names[0], names[-1]] == ["started", "ended"]
     assert sorted(names[1:-1]) == ["started_again", "training"]
     again = events[names.index("started_again")]
     assert (again["worker"], again["exit_code"], again["times"]) == ("worker-1", exit_code, 1)
-    assert again["what"].startswith(f"worker-1 {told}; restart 1 of a worker alone")
+    assert again["what"].startswith(f"worker-1 {reported}; worker restart 1")
 
 
-def test_workers_that_die_again_and_again(start: Start) -> None:
-    """Workers may die more often than a job is started again, as long as there are checkpoints."""
+def test_repeated_deaths(start: Start) -> None:
+    """Workers may die more often than `--max-restarts`, as long as there are new checkpoints."""
     job = start(
         """
 if task == "ps":
@@ -175,13 +177,15 @@ complete()
     code, printed = job.finish()
     assert code == 0, printed
     assert sum("death of" in mark for mark in job.marks()) >= 18
-    assert "restart 16 of a worker alone" in printed, "the last two may not be told any more"
+    assert "worker restart 16" in printed, "the last two may not be reported"
     assert "pause" not in printed
 
 
-def test_budget_of_workers(start: Start) -> None:
-    """When workers have died too often without a newer checkpoint, the job ends, and the report
-    names the worker and the budget."""
+def test_max_worker_restarts(start: Start) -> None:
+    """If workers die too often without a newer checkpoint, the job ends.
+
+    The report names the worker and the limit.
+    """
     job = start(
         """
 if task == "worker" and index == 1:
@@ -205,10 +209,10 @@ sleep()
     pids = [int(mark) for mark in job.marks() if mark != "fault"]
     assert len(pids) == 3
     assert all(is_dead(pid) for pid in pids)
-    why = "gave up: workers were started again 2 times without a newer checkpoint "
+    why = "gave up: workers were restarted 2 times without a newer checkpoint "
     assert f"{why}(--max-worker-restarts); exit code 7" in printed
     assert "first failure: worker-1 exited with code 7 at " in printed
-    assert "then: chief-0 was ended by the supervisor (SIGTERM)" in printed
+    assert "then: chief-0 was stopped by the supervisor (SIGTERM)" in printed
     assert "restart 1 of 10" not in printed
     assert [each["event"] for each in logged(job)] == [
         *("started", "training", "started_again", "started_again", "failed", "ended"),
@@ -216,8 +220,10 @@ sleep()
 
 
 def test_worker_that_never_joins(start: Start) -> None:
-    """What ends before it has joined is started again behind pauses that grow. A signal to the
-    supervisor is heard in one."""
+    """A worker that exits before joining is restarted after growing pauses.
+
+    A signal to the supervisor interrupts a pause.
+    """
     job = start(
         """
 if name == "worker-0":
@@ -233,12 +239,12 @@ sleep()
     )
     await_until(lambda: job.marks().count("fault") == 3, "three starts")
     before = job.read_until("pause of 2 s")
-    assert before.count("[worker-0] no such file\n") == 3, "last words stand before"
+    assert before.count("[worker-0] no such file\n") == 3, "the last output precedes"
     job.process.terminate()
     code, printed = job.finish()
     assert code == 143, printed
-    assert "restart 2 of a worker alone, behind a pause of 1 s" in before
-    assert "ended by SIGTERM to the supervisor: " in printed
+    assert "worker restart 2, after a pause of 1 s" in before
+    assert "stopped by SIGTERM to the supervisor: " in printed
     assert job.marks().count("fault") == 3
 
 
@@ -246,10 +252,8 @@ sleep()
     ("failure", "code", "why"),
     [("sys.exit(93)", 93, "it would fail in the same way"), ("os._exit(130)", 130, "ctrl-C")],
 )
-def test_worker_that_is_not_to_be_started_again(
-    start: Start, failure: str, code: int, why: str
-) -> None:
-    """A worker that says that it is not to be started again ends the job."""
+def test_worker_that_must_not_restart(start: Start, failure: str, code: int, why: str) -> None:
+    """A worker that asks not to be restarted ends the job."""
     job = start(
         f"""
 if name == "worker-1":
@@ -262,13 +266,15 @@ serve() if task != "chief" else sleep()
     returned, printed = job.finish()
     assert returned == code, printed
     assert job.marks() == ["fault"]
-    assert f"not started again, for {why}" in printed.replace("it was the user's ", "")
+    assert f"not restarted: {why}" in printed.replace("the user pressed ", "")
     assert "first failure: worker-1 " in printed
 
 
-def test_what_a_worker_leaves_behind(start: Start, tmp_path: Path) -> None:
-    """Before a worker is started again nothing lives that it has started, in whatever session it
-    hides: it would still have the port."""
+def test_leftovers_of_a_worker(start: Start, tmp_path: Path) -> None:
+    """Before a worker is restarted, all of its leftover processes, even hidden ones, are killed.
+
+    They would still hold its port.
+    """
     job = start(
         """
 import socket
@@ -306,11 +312,11 @@ complete()
     assert first != second
     assert is_dead(first)
     assert is_dead(second)
-    assert "worker-1 was killed by SIGKILL; the others go on" in printed
+    assert "worker-1 was killed by SIGKILL; the others continue" in printed
 
 
 def test_ps_that_dies(start: Start) -> None:
-    """A parameter server that dies ends the attempt, and all start again on new ports."""
+    """A parameter server that dies ends the attempt, and all processes restart on new ports."""
     job = start(
         SERVE
         + """
@@ -353,8 +359,8 @@ complete()
 
 
 @pytest.mark.parametrize("first", ["ps", "chief"])
-def test_chief_that_leaves_for_a_lost_ps(start: Start, first: str) -> None:
-    """The cause is the parameter server, also if the chief's end is seen before that one's."""
+def test_chief_that_exits_for_a_lost_ps(start: Start, first: str) -> None:
+    """The parameter server is the cause, even if the chief's exit is noticed first."""
     job = start(
         f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -387,8 +393,10 @@ os._exit(201)
 
 @pytest.mark.parametrize("death", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(4)"])
 def test_chief_that_dies(start: Start, death: str) -> None:
-    """A chief that dies ends the attempt; those who serve are ended, and all start again. One that
-    leaves without having completed training is the same."""
+    """A chief that dies ends the attempt; all others are stopped, and all processes restart.
+
+    So does a chief that exits without having completed training.
+    """
     job = start(
         SERVE
         + f"""
@@ -412,21 +420,21 @@ complete()
     assert Counter(name for _, name, _, _ in started(job)) == dict.fromkeys(
         ("chief-0", "worker-0", "worker-1", "ps-0"), 3
     )
-    assert "chief-0 left without completing training (exit code 0); stopping" in printed
+    assert "chief-0 exited without completing training (exit code 0); stopping" in printed
     assert "restart 2 of 10" in printed
-    assert "of workers alone" not in printed
+    assert "worker restart" not in printed
 
 
 @pytest.mark.parametrize(
-    ("leaving", "code", "told"),
+    ("leaving", "code", "reported"),
     [
-        ("sys.exit(93)", 93, "not started again, for it would fail in the same way"),
-        ("os._exit(130)", 130, "not started again, for it was the user's ctrl-C"),
+        ("sys.exit(93)", 93, "not restarted: it would fail in the same way"),
+        ("os._exit(130)", 130, "not restarted: the user pressed ctrl-C"),
         ("os._exit(8)", 8, "gave up after 0 restarts; exit code 8"),
     ],
 )
-def test_chief_that_leaves(start: Start, leaving: str, code: int, told: str) -> None:
-    """What the chief ends with is the job's, and the ends of those who served are no failures."""
+def test_exit_code_of_the_chief(start: Start, leaving: str, code: int, reported: str) -> None:
+    """The chief's exit code is the job's, and the exits of the others are not failures."""
     job = start(
         f"""
 mark(os.getpid())
@@ -441,14 +449,16 @@ train()
     )
     returned, printed = job.finish()
     assert returned == code, printed
-    assert told in printed
+    assert reported in printed
     assert "first failure: chief-0 " in printed
     assert all(is_dead(pid) for pid in job.pids(4))
 
 
 def test_preempted_chief(start: Start) -> None:
-    """A chief that was told to go, and has saved, is no failure, and those who serve it are told
-    then; all start again."""
+    """The preemption of a chief, after saving, is not a failure; the others are then stopped.
+
+    All processes restart.
+    """
     job = start(
         """
 def end(number, frame):
@@ -474,13 +484,13 @@ complete()
     marks = job.marks()
     assert marks[0] == "saved"
     assert sorted(marks[1:]) == sorted([*["ps-0 ends", "worker-0 ends", "worker-1 ends"] * 2])
-    assert "chief-0 was told to go, and has saved\n" in printed
-    assert "starting again\n" in printed
-    assert "of workers alone" not in printed
+    assert "chief-0 was preempted after saving a checkpoint\n" in printed
+    assert "restarting\n" in printed
+    assert "worker restart" not in printed
 
 
 def test_signal_to_the_supervisor(start: Start) -> None:
-    """A signal to the supervisor reaches the chief, and those who serve it once it has saved."""
+    """A signal to the supervisor reaches the chief first, and the others once it has saved."""
     job = start(
         """
 def end(number, frame):
@@ -511,11 +521,11 @@ sleep()
     assert code == 143, printed
     assert job.marks()[1] == "saved"
     assert sorted(job.marks()[2:]) == ["ps-0 ends", "worker-0 ends", "worker-1 ends"]
-    assert "ended by SIGTERM to the supervisor: chief-0 exited with code 143; " in printed
+    assert "stopped by SIGTERM to the supervisor: chief-0 exited with code 143; " in printed
 
 
 def test_second_signal(start: Start) -> None:
-    """A second signal to the supervisor kills all at once."""
+    """A second signal to the supervisor kills all processes immediately."""
     job = start(
         """
 signal.signal(signal.SIGINT, lambda *_: mark("heard"))
@@ -533,16 +543,18 @@ while True:
     )
     await_until(lambda: job.marks() == ["trains"], "training")
     job.process.send_signal(signal.SIGINT)
-    await_until(lambda: job.marks() == ["trains", "heard"], "the chief, and nobody else, has heard")
+    await_until(lambda: job.marks() == ["trains", "heard"], "only the chief has received it")
     job.process.send_signal(signal.SIGINT)
     code, printed = job.finish()
     assert code == 130, printed
-    assert "ps-0 was ended by the supervisor (SIGKILL)" in printed
+    assert "ps-0 was stopped by the supervisor (SIGKILL)" in printed
 
 
 def test_server_that_ignores_sigterm(start: Start) -> None:
-    """Who does not end when the chief is done is killed, and that is no failure. Neither is a
-    worker that has died just before, or that cannot be started again any more."""
+    """A server that is still running after the chief has finished is killed without a failure.
+
+    A worker that has just died, or that cannot be restarted any more, is not a failure either.
+    """
     job = start(
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -566,8 +578,7 @@ complete()
 
 
 def test_ps_that_dies_with_the_completion(start: Start) -> None:
-    """Completed training is the chief's: a parameter server that is found dead in the same look is
-    no failure."""
+    """Only the chief must complete training: a parameter server found dead then is no failure."""
     job = start(
         """
 mark(f"{name} {os.getpid()}")
@@ -576,19 +587,19 @@ if task != "chief":
     sleep()
 await_training("worker-0", "worker-1", "ps-0")
 train()
-await_marks("told")
+await_marks("reported")
 os.kill(int(contract.read("ps-0").why), signal.SIGKILL)
 mark("fault")
 complete()
 """,
         "--ps=1",
     )
-    await_until(lambda: len(job.marks()) == 4, "all have begun")
+    await_until(lambda: len(job.marks()) == 4, "all have started")
     pids = {name: int(pid) for name, pid in (mark.split() for mark in job.marks())}
-    job.process.send_signal(signal.SIGSTOP)  # it then sees both at once
+    job.process.send_signal(signal.SIGSTOP)  # then both are noticed together
     await_until(lambda: is_stopped(job.process.pid), "the supervisor is stopped")
     with (job.folder / "marks").open("a") as marks:
-        marks.write("told\n")
+        marks.write("reported\n")
     await_until(lambda: is_dead(pids["ps-0"]) and is_dead(pids["chief-0"]), "both are dead")
     job.process.send_signal(signal.SIGCONT)
     code, printed = job.finish()
@@ -600,8 +611,10 @@ complete()
 
 
 def test_missing_ps(start: Start) -> None:
-    """A parameter server that does not join in time is a failure that names it, and not the chief,
-    which waits for it."""
+    """A parameter server that does not join in time is named as the failure.
+
+    The chief, which waits for it, is not.
+    """
     job = start(
         """
 if task == "worker":
@@ -621,7 +634,7 @@ sleep()
 
 
 def test_missing_worker(start: Start) -> None:
-    """A worker that does not join in time is ended, and started again alone."""
+    """A worker that does not join in time is stopped and restarted on its own."""
     job = start(
         """
 if name == "worker-1" and not Path(__file__).with_name("dead").exists():
@@ -643,13 +656,13 @@ complete()
     [fault] = job.marks()
     assert is_dead(int(fault.split()[1]))
     late = "worker-1 has not joined the cluster within 6 s (--startup-timeout)"
-    assert f"{late}; the others go on; restart 1 of a worker alone" in printed
+    assert f"{late}; the others continue; worker restart 1" in printed
     assert "has not joined" not in printed.replace(late, "", 1)
 
 
 @pytest.mark.ci
 def test_worker_without_a_sign_of_life(start: Start) -> None:
-    """A worker that is stopped is ended, and started again alone; a parameter server ends the
+    """A frozen worker is killed and restarted on its own; a frozen parameter server ends the
     attempt."""
     job = start(
         """
@@ -691,13 +704,13 @@ complete()
     assert code == 0, printed
     stops = ["worker-1 stops", "worker-1 is back", "ps-0 stops"]
     assert job.marks()[:3] == stops, printed
-    silent = "has given no sign of life for 4 s, its process: T (stopped) (--unresponsive-timeout)"
-    assert f"worker-1 {silent}; the others go on; restart 1 of a worker alone" in printed
+    silent = "has given no sign of life for 4 s; process state T (stopped) (--unresponsive-timeout)"
+    assert f"worker-1 {silent}; the others continue; worker restart 1" in printed
     assert f"ps-0 {silent}; stopping all processes" in printed
 
 
 def test_log_is_read(start: Start) -> None:
-    """Who reads the log finds a worker that was started again among the incidents, each time."""
+    """Every worker restart is among the incidents of the log."""
     job = start(
         """
 Path(__file__).with_name("marks").touch()
@@ -709,15 +722,15 @@ if task != "chief":
         os.kill(os.getpid(), signal.SIGKILL)
     sleep()
 train()
-await_marks("told")
+await_marks("reported")
 complete()
 """,
         "--ps=1",
         "--log=events",
     )
-    job.read_until("restart 2 of a worker alone")
+    job.read_until("worker restart 2")
     with (job.folder / "marks").open("a") as marks:
-        marks.write("told\n")
+        marks.write("reported\n")
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks().count("fault") == 2
@@ -726,6 +739,6 @@ complete()
     assert len(supervised) == len(entries)
     shown = summary("run-0001", [], supervised, supervised[-1].at)
     assert [(each["kind"], each["what"]) for each in shown["incidents"]] == [
-        ("started_again", f"worker-0 was killed by SIGKILL; restart {times} of a worker alone")
+        ("started_again", f"worker-0 was killed by SIGKILL; worker restart {times}")
         for times in (1, 2)
     ]

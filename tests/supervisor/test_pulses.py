@@ -1,4 +1,4 @@
-"""Signs of life, with a clock that does not run by itself."""
+"""Signs of life, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def beat(contract: Supervised, pid: int, at: float) -> None:
 
 
 def test_silence(tmp_path: Path, sleeper: int) -> None:
-    """A worker is silent once it has given no sign of life for as long as it may; each one begins
-    that time anew, and none before the first one counts."""
+    """A worker is silent after the time limit without a sign of life.
+
+    Every sign restarts the time, which does not start before the first one.
+    """
     contract, clock = Supervised("j", 0, tmp_path), Clock()
     pulses = Pulses(contract, ["w"], 10.0, clock)
 
@@ -62,8 +64,8 @@ def test_silence(tmp_path: Path, sleeper: int) -> None:
     assert after(9) == {}
 
 
-def test_time_of_the_supervisor(tmp_path: Path, sleeper: int) -> None:
-    """Time in which nobody has looked is not held against a worker."""
+def test_stopped_supervisor(tmp_path: Path, sleeper: int) -> None:
+    """Time during which the supervisor was stopped does not count."""
     contract, clock = Supervised("j", 0, tmp_path), Clock()
     pulses = Pulses(contract, ["w"], 10.0, clock)
     beat(contract, sleeper, 1.0)
@@ -72,8 +74,8 @@ def test_time_of_the_supervisor(tmp_path: Path, sleeper: int) -> None:
     assert pulses.look() == {}
 
 
-def test_processes_that_need_give_none(tmp_path: Path, sleeper: int) -> None:
-    """A process that has ended, or that is traced, is not waited for."""
+def test_exempt_processes(tmp_path: Path, sleeper: int) -> None:
+    """A process that has exited, or that is traced, does not count as silent."""
     contract, clock = Supervised("j", 0, tmp_path), Clock()
     pulses = Pulses(contract, ["w"], 1.0, clock)
     with subprocess.Popen(["true"]) as gone:

@@ -1,4 +1,4 @@
-"""When a worker is started again alone, and when it is given up; who has not joined in time."""
+"""Restarts of single workers, their limits, and workers that do not join in time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUP = Members.of(local_cluster(range(4), ps=1))
 
 
 def test_members() -> None:
-    """Beside parameter servers the chief trains alone, and workers can be done without."""
+    """With parameter servers, only the chief trains, and workers are replaceable."""
     assert GROUP.names == ("chief-0", "worker-0", "worker-1", "ps-0")
     assert GROUP.trainers == ("chief-0",)
     assert GROUP.replaceable == ("worker-0", "worker-1")
@@ -38,8 +38,10 @@ def test_members() -> None:
 
 
 def test_pauses() -> None:
-    """The pause doubles with the ends of one worker that it had not joined before; one that had
-    joined is started again at once."""
+    """The pause doubles with a worker's exits before joining.
+
+    A worker that had joined is restarted immediately.
+    """
     found = [decide([STILLBORN] * count, 99) for count in range(1, 10)]
     assert found == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     assert decide([SERVED] * 50, 99) == 0.0
@@ -51,9 +53,9 @@ def test_pauses() -> None:
 
 
 def test_never_joined() -> None:
-    """One that ends ten times in a row before it has joined is given up, with 93."""
+    """After ten consecutive exits before joining, the job is given up with 93."""
     assert decide([STILLBORN] * 10, 99) == GiveUp(
-        "gave up: worker-0 ended 10 times in a row before it had joined the cluster", 93
+        "gave up: worker-0 exited 10 consecutive times before joining the cluster", 93
     )
     assert isinstance(decide([STILLBORN, OTHER] * 9, 99), float)
     assert isinstance(decide([STILLBORN] * 9 + [SERVED] + [STILLBORN], 99), float)
@@ -61,17 +63,17 @@ def test_never_joined() -> None:
 
 @pytest.mark.parametrize(("budget", "often"), [(0, "0 times"), (1, "once"), (3, "3 times")])
 def test_budget(budget: int, often: str) -> None:
-    """All workers have one budget, and the code is then that of the last one."""
+    """All workers share one limit; the exit code is that of the last one."""
     deaths = [SERVED, death(1, has_joined=True)] * 2
     assert decide(deaths[: budget + 1], budget) == GiveUp(
-        f"gave up: workers were started again {often} without a newer checkpoint "
+        f"gave up: workers were restarted {often} without a newer checkpoint "
         "(--max-worker-restarts)"
     )
     assert all(decide(deaths[:count], budget) == 0.0 for count in range(1, budget + 1))
 
 
 def test_progress() -> None:
-    """A newer checkpoint forgives what was before; the same one again does not."""
+    """Only a newer checkpoint resets the counts."""
 
     assert decide([death(a=10)] * 4, 9) == 4.0
     assert decide([*[death(a=10)] * 4, death(a=11)], 3) == 0.0
@@ -95,7 +97,7 @@ def contract(tmp_path: Path) -> Supervised:
 
 
 def test_late_workers(contract: Supervised) -> None:
-    """Workers that train together have one time to join, and each that has not is told once."""
+    """Workers that train together share one time limit; every late worker is reported once."""
     clock = Clock()
     joining = Joining(contract, Members(("worker-0", "worker-1")), 3.0, clock)
     assert joining.due == 103.0
@@ -109,7 +111,7 @@ def test_late_workers(contract: Supervised) -> None:
 
 
 def test_single_worker(contract: Supervised) -> None:
-    """It has no cluster to join."""
+    """A single worker has no cluster to join."""
     clock = Clock()
     joining = Joining(contract, Members(("worker-0",)), 3.0, clock)
     clock.now = 999.0
@@ -117,7 +119,7 @@ def test_single_worker(contract: Supervised) -> None:
 
 
 def test_chief_joins_last(contract: Supervised) -> None:
-    """A chief's time begins when all that serve it have joined, and it is not blamed for them."""
+    """A chief's time starts when all of its servers have joined, so it is not blamed for them."""
     clock = Clock()
     joining = Joining(contract, GROUP, 3.0, clock)
     contract.report("ps-0", Phase.JOINED)
@@ -133,6 +135,6 @@ def test_chief_joins_last(contract: Supervised) -> None:
     assert joining.late() == []
     contract.report("worker-1", Phase.JOINED)
     assert joining.late() == []
-    assert joining.due == 205.0, "three seconds from when it was last seen to be missing"
+    assert joining.due == 205.0, "three seconds after it was last found missing"
     clock.now = 205.0
     assert joining.late() == ["chief-0"]

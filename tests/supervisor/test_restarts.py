@@ -1,4 +1,4 @@
-"""When a job is started again, and when it is given up."""
+"""Decisions to restart a job, and to give it up."""
 
 from __future__ import annotations
 
@@ -45,11 +45,17 @@ def attempt(
         ([WENT, NEVER], 93),
         ([DEAD, exit_of(0, Cause.STOPPED, 93)], 93),
     ],
-    ids=["done", "died", "died beside one told", "ctrl-C", "never again", "never, behind a death"],
+    ids=[
+        "done",
+        "died",
+        "died during a preemption",
+        "ctrl-C",
+        "never again",
+        "never again, after a death",
+    ],
 )
 def test_end(exits: list[Exit], code: int) -> None:
-    """Without a budget a failure is the end; the user's ctrl-C, and who asks not to be started
-    again, are the end with any."""
+    """Without restarts left, a failure ends the job; ctrl-C and exit code 93 always end it."""
     for failures in (0, 9):
         found = decide([attempt(*exits)], Budgets(failures=failures))
         if failures == 0 or code in (0, 93, 130):
@@ -60,19 +66,25 @@ def test_end(exits: list[Exit], code: int) -> None:
 
 
 def test_budgets() -> None:
-    """Failures and notices to go have budgets of their own, and neither uses up the other."""
+    """Failures and preemptions have separate limits."""
     budgets = Budgets(failures=2, preemptions=3, without_progress=99)
-    told = [attempt(WENT, WENT, WENT)] * 3
-    assert decide(told, budgets) == Again(ALL, was_preempted=True)
-    assert decide([*told, *told[:1]], budgets) == End(143, "told to go 4 times (--max-preemptions)")
+    preempted = [attempt(WENT, WENT, WENT)] * 3
+    assert decide(preempted, budgets) == Again(ALL, was_preempted=True)
+    assert decide([*preempted, *preempted[:1]], budgets) == End(
+        143, "preempted 4 times (--max-preemptions)"
+    )
     failed = [attempt(DEAD, PEER)] * 2
-    assert isinstance(decide([*told, *failed], budgets), Again)
-    assert decide([*failed, *told, *failed[:1]], budgets) == End(137, "gave up after 2 restarts")
+    assert isinstance(decide([*preempted, *failed], budgets), Again)
+    assert decide([*failed, *preempted, *failed[:1]], budgets) == End(
+        137, "gave up after 2 restarts"
+    )
 
 
 def test_no_progress() -> None:
-    """Three failed attempts in a row without a newer checkpoint are the end, with 93, and the last
-    of them comes behind a pause. A checkpoint at the same step again is none."""
+    """Three consecutive failed attempts without a newer checkpoint end the job with 93.
+
+    The last attempt is delayed. Saving the same step again does not count.
+    """
     history = [attempt(DEAD, saves={"run-1": 20})]
     assert decide(history, Budgets()) == Again(ALL)
     history.append(attempt(OTHER_DEAD))
@@ -81,7 +93,7 @@ def test_no_progress() -> None:
     assert decide(history, Budgets()) == Again(ALL, pause_secs=1.0)
     history.append(attempt(OTHER_DEAD))
     assert decide(history, Budgets()) == End(
-        93, "gave up: 3 attempts in a row made no newer checkpoint (--max-without-progress)"
+        93, "gave up: 3 consecutive attempts without a newer checkpoint (--max-without-progress)"
     )
     newer = attempt(DEAD, saves={"run-1": 22})
     assert decide([*history[:-1], newer], Budgets()) == Again(ALL)
@@ -89,8 +101,8 @@ def test_no_progress() -> None:
     assert decide([*history[:-1], other_run], Budgets()) == Again(ALL)
 
 
-def test_notices_to_go_are_no_standstill() -> None:
-    """Attempts whose workers were told to go neither count nor break the count."""
+def test_preemptions_without_progress() -> None:
+    """Preempted attempts neither count nor interrupt the count."""
     history = [attempt(DEAD), *[attempt(WENT)] * 5, attempt(DEAD), attempt(WENT), attempt(DEAD)]
     assert decide(history[:-1], Budgets()) == Again(ALL, was_preempted=True)
     found = decide(history, Budgets())
@@ -108,8 +120,10 @@ def test_pauses() -> None:
 
 
 def test_fewer_workers() -> None:
-    """Where one worker fails twice in a row, the others go on without it, down to the least
-    number; they then have as many attempts as all had."""
+    """If a worker fails twice in succession, the others continue without it.
+
+    This is limited by the minimum number of workers; the limit on attempts then starts again.
+    """
     budgets = Budgets(min_workers=2)
     history = [attempt(DEAD), attempt(DEAD)]
     assert decide(history[:1], budgets) == Again(ALL)
@@ -146,10 +160,10 @@ def test_slow_exit_of_the_cause(exits: list[Exit], given_up: int | None) -> None
 
 
 def test_interrupted() -> None:
-    """A signal to the supervisor is the end."""
+    """A signal to the supervisor ends the job."""
     outcome = Outcome((PEER,), signal.SIGTERM, 101.0)
     found = decide([Attempt(ALL, outcome, {})], Budgets())
-    assert found == End(143, "ended by SIGTERM to the supervisor")
+    assert found == End(143, "stopped by SIGTERM to the supervisor")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +171,6 @@ def test_interrupted() -> None:
     [("failures", -1), ("preemptions", -1), ("without_progress", 0), ("min_workers", 0)],
 )
 def test_impossible_budgets(name: str, value: int) -> None:
-    """A budget that cannot be is refused."""
+    """An impossible limit is refused."""
     with pytest.raises(ConfigurationError, match=f"must be >= .*Received: {value}"):
         Budgets(**{name: value})

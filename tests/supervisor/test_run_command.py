@@ -25,7 +25,7 @@ def cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_complete(start: Start) -> None:
-    """The job succeeds once every worker has completed training; nothing is left behind."""
+    """The job succeeds once all workers have completed training, and leaves nothing behind."""
     job = start("train(); print('hello [bold]'); mark(name); complete()")
     code, printed = job.finish()
     assert code == 0, printed
@@ -37,7 +37,7 @@ def test_all_complete(start: Start) -> None:
 
 
 def test_single_worker(start: Start) -> None:
-    """One worker alone has no TF_CONFIG and is worker-0."""
+    """A single worker has no TF_CONFIG and is worker-0."""
     job = start("mark('TF_CONFIG' in os.environ); train(); complete()", workers=1, TF_CONFIG="")
     code, printed = job.finish()
     assert code == 0, printed
@@ -45,7 +45,7 @@ def test_single_worker(start: Start) -> None:
 
 
 def test_killed_worker(start: Start) -> None:
-    """A killed worker ends the group, which starts again on new ports and completes."""
+    """A killed worker ends the group, which restarts on new ports and completes."""
     job = start(
         """
 mark(f"{attempt} {index} {contract.job} {' '.join(tf_config['cluster']['worker'])}")
@@ -78,30 +78,30 @@ complete()
         assert f"{part} " in recovery[0]
 
 
-def test_leaving_is_a_failure(start: Start) -> None:
-    """Exit code 0 without completed training is a failure, and the group starts again."""
+def test_early_exit_is_a_failure(start: Start) -> None:
+    """Exit code 0 before training is complete is a failure, and the group restarts."""
     job = start("train(); mark(attempt); attempt == 0 and index == 0 and sys.exit(0); complete()")
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks().count("1") == 2
-    assert "worker-0 left without completing training" in printed
+    assert "worker-0 exited without completing training" in printed
 
 
 @pytest.mark.parametrize(
     "script", ["mark(index)", "contract.report(name, Phase.JOINED); mark(index)"]
 )
 def test_script_without_training(start: Start, script: str) -> None:
-    """Workers that end with exit code 0 and have called no `fit` of ours are not started again."""
+    """Workers that exit with code 0 without a `fit` of this package are not restarted."""
     job = start(script)
     code, printed = job.finish()
     assert code == 0, printed
     assert sorted(job.marks()) == ["0", "1"]
-    assert "2 workers ended with exit code 0" in printed
-    assert "without a `fit` that has callbacks of keras_distplug" in printed
+    assert "2 workers exited with code 0" in printed
+    assert "without a `fit` with keras_distplug's callbacks" in printed
 
 
 def test_worker_that_does_not_train(start: Start) -> None:
-    """While another one trains, it is a failure."""
+    """If another worker trains, that is a failure."""
     job = start(
         """
 if index == 0 and attempt == 0:
@@ -115,11 +115,11 @@ sleep() if attempt == 0 else None
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks().count("fault") == 1
-    assert "worker-0 left without completing training" in printed
+    assert "worker-0 exited without completing training" in printed
 
 
 def test_budget(start: Start) -> None:
-    """When the restarts are used up, the first failure gives the exit code and the report."""
+    """Once the restarts are used up, the first failure determines the exit code and the report."""
     job = start(
         """
 train()
@@ -136,7 +136,7 @@ sleep()
     assert job.marks() == ["fault", "fault"]
     assert "gave up after 1 restart; exit code 3" in printed
     assert "first failure: worker-1 exited with code 3 at " in printed
-    assert "then: worker-0 was ended by the supervisor (SIGTERM)" in printed
+    assert "then: worker-0 was stopped by the supervisor (SIGTERM)" in printed
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,11 @@ sleep()
     ],
     ids=["the script's own", "unusable"],
 )
-def test_worker_that_asks_not_to_be_started_again(start: Start, failure: str, why: str) -> None:
-    """Exit code 93 of one worker ends the job with 93, without a restart, and the report says why.
-    A `ConfigurationError` that nobody catches gives this code."""
+def test_worker_that_asks_not_to_be_restarted(start: Start, failure: str, why: str) -> None:
+    """Exit code 93 of a worker ends the job with 93, without a restart, and is explained.
+
+    An uncaught `ConfigurationError` gives this code.
+    """
     job = start(
         f"""
 train()
@@ -167,15 +169,15 @@ mark("fault")
     code, printed = job.finish()
     assert code == 93, printed
     assert job.marks().count("fault") == 1
-    assert "not started again, for it would fail in the same way; exit code 93" in printed
-    asked = f"first failure: worker-1 asked not to be started again (exit code 93){why} at "
+    assert "not restarted: it would fail in the same way; exit code 93" in printed
+    asked = f"first failure: worker-1 asked not to be restarted (exit code 93){why} at "
     assert asked in printed
     [peer] = [int(mark) for mark in job.marks() if mark != "fault"]
     assert is_dead(peer)
 
 
 def test_death_by_signal(start: Start) -> None:
-    """A death by signal n gives the exit code 128 + n."""
+    """A death by signal n gives exit code 128 + n."""
     job = start("train(); os.kill(os.getpid(), signal.SIGKILL)", "--max-restarts=0", workers=1)
     code, printed = job.finish()
     assert code == 137, printed
@@ -183,7 +185,7 @@ def test_death_by_signal(start: Start) -> None:
 
 
 def test_failure_after_another_completed(start: Start) -> None:
-    """A failure counts although other workers have completed, and all start again."""
+    """A failure counts even if other workers have completed training, and all restart."""
     job = start(
         """
 mark(f"{attempt} {name}")
@@ -224,11 +226,11 @@ sys.exit(4)
     assert code == 4, printed
     assert time.monotonic() - begun < 20
     assert is_dead(int(job.marks()[0]))
-    assert "worker-0 was ended by the supervisor (SIGKILL)" in printed
+    assert "worker-0 was stopped by the supervisor (SIGKILL)" in printed
 
 
 def test_missing_worker(start: Start) -> None:
-    """A worker that does not join in time is a failure that names it."""
+    """A worker that does not join in time is named as the failure."""
     job = start("index == 1 or train(); sleep()", "--startup-timeout=3", "--max-restarts=0")
     code, printed = job.finish()
     assert code == 124, printed
@@ -237,7 +239,7 @@ def test_missing_worker(start: Start) -> None:
 
 
 def test_joined_in_time(start: Start) -> None:
-    """The start-up time-out does not end workers that have joined and train on."""
+    """The startup timeout does not stop workers that have joined."""
     job = start("train(); time.sleep(4); complete()", "--startup-timeout=3")
     code, printed = job.finish()
     assert code == 0, printed
@@ -245,7 +247,7 @@ def test_joined_in_time(start: Start) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_to_the_supervisor(start: Start, number: signal.Signals, code: int) -> None:
-    """A signal to the supervisor reaches the workers, who may end in their own way."""
+    """A signal to the supervisor reaches the workers, which may exit on their own terms."""
     job = start(
         """
 def save(number, frame):
@@ -270,7 +272,7 @@ sleep()
 
 
 def test_grace_period(start: Start) -> None:
-    """Who has not ended when the grace period is over is killed."""
+    """A worker that is still running after the grace period is killed."""
     job = start(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); train(); mark(os.getpid()); sleep()",
         "--grace=0.5",
@@ -280,11 +282,11 @@ def test_grace_period(start: Start) -> None:
     code, printed = job.finish()
     assert code == 143, printed
     assert all(is_dead(pid) for pid in pids)
-    assert "worker-1 was ended by the supervisor (SIGKILL)" in printed
+    assert "worker-1 was stopped by the supervisor (SIGKILL)" in printed
 
 
 def test_second_signal(start: Start) -> None:
-    """A second signal to the supervisor kills at once."""
+    """A second signal to the supervisor kills immediately."""
     job = start(
         """
 signal.signal(signal.SIGINT, lambda *_: mark("heard"))
@@ -306,7 +308,7 @@ while True:
 
 
 def test_last_words(start: Start) -> None:
-    """What a worker printed last, stderr too, stands before the report of its end."""
+    """A worker's last output, including stderr, is printed before the report of its exit."""
     job = start(
         """
 train()
@@ -323,8 +325,8 @@ sys.exit("no newline at the end: [x]")
     assert "worker-0 exited with code 1" in lines[at + 1]
 
 
-def test_reader_that_goes_away(start: Start) -> None:
-    """Training goes on when nobody reads the output any more."""
+def test_reader_that_exits(start: Start) -> None:
+    """Training continues when the reader of the output exits."""
     job = start(
         """
 train()
@@ -344,8 +346,8 @@ complete()
     assert errors.count("the output cannot be written: [Errno 32]") == 1
 
 
-def test_readers_that_go_away(tmp_path: Path) -> None:
-    """The same when standard error goes with it, as under `2>&1 | head`."""
+def test_readers_that_exit(tmp_path: Path) -> None:
+    """So it does when standard error is closed as well, as under `2>&1 | head`."""
     worker = (
         "import os, pathlib\nfor _ in range(100): print('x' * 9999)\npathlib.Path('done').touch()"
     )
@@ -366,7 +368,7 @@ def test_readers_that_go_away(tmp_path: Path) -> None:
 
 
 def test_reader_that_stalls(start: Start) -> None:
-    """A supervisor whose output nobody reads can be stopped all the same."""
+    """A supervisor whose output is blocked can still be stopped."""
     job = start(
         "train(); mark(os.getpid())\nwhile True: print('x' * 9999)", "--grace=0.5", workers=1
     )
@@ -376,8 +378,8 @@ def test_reader_that_stalls(start: Start) -> None:
     assert is_dead(pid)
 
 
-def test_each_attempt_has_its_own_reports(start: Start) -> None:
-    """Completion of an earlier attempt is no completion of this one."""
+def test_separate_reports_per_attempt(start: Start) -> None:
+    """Completion in an earlier attempt does not count in this one."""
     job = start(
         """
 mark(f"{attempt} {name}")
@@ -397,7 +399,7 @@ if index == 1:
     code, printed = job.finish()
     assert code == 1, printed
     assert len(job.marks()) == 4
-    assert "first failure: worker-0 left without completing training" in printed
+    assert "first failure: worker-0 exited without completing training" in printed
 
 
 def test_devices_per_worker(start: Start) -> None:
@@ -409,8 +411,10 @@ def test_devices_per_worker(start: Start) -> None:
 
 
 def test_timeouts(start: Start) -> None:
-    """`--heartbeat-timeout` and `--collective-timeout` reach the workers; what is not given leaves
-    the environment as it is."""
+    """`--heartbeat-timeout` and `--collective-timeout` reach the workers.
+
+    Without these options, the environment remains unchanged.
+    """
     names = "KERAS_DISTPLUG_HEARTBEAT_TIMEOUT", "KERAS_DISTPLUG_COLLECTIVE_TIMEOUT"
     look = f"mark(' '.join(os.environ.get(name, '-') for name in {names})); train(); complete()"
     for options, expected in [
@@ -424,8 +428,8 @@ def test_timeouts(start: Start) -> None:
         assert job.marks()[-2:] == [expected] * 2
 
 
-def test_who_leaves_for_a_lost_worker(start: Start) -> None:
-    """The first failure is that of the worker that was lost, also if another one leaves sooner."""
+def test_exit_for_a_lost_worker(start: Start) -> None:
+    """The first failure is the lost worker's, even if another worker exits sooner."""
     job = start(
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -444,11 +448,11 @@ sys.exit(3)
     assert job.marks() == ["left"]
     assert code == 3, printed
     assert "first failure: worker-1 exited with code 3" in printed
-    assert "then: worker-0 left because it lost another worker (exit code 201)" in printed
+    assert "then: worker-0 exited because it lost another worker (exit code 201)" in printed
 
 
-def test_one_worker_may_take_its_time(start: Start) -> None:
-    """The start-up time-out is for joining a cluster; one worker alone has none to join."""
+def test_startup_of_a_single_worker(start: Start) -> None:
+    """The startup timeout applies to joining a cluster, so not to a single worker."""
     job = start("time.sleep(1.5); train(); complete()", "--startup-timeout=1", workers=1)
     code, printed = job.finish()
     assert code == 0, printed
@@ -465,7 +469,7 @@ def test_no_tensorflow() -> None:
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "ended with exit code 0" in done.stdout
+    assert "exited with code 0" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -473,8 +477,14 @@ def test_no_tensorflow() -> None:
     [
         ((), "required: COMMAND"),
         (("run", "--", "true"), "required: --workers"),
-        (("run", "--workers", "2"), "no command to run. Write it after `--`"),
-        (("run", "--workers", "2", "--"), "no command to run. Write it after `--`"),
+        (
+            ("run", "--workers", "2"),
+            "Expected a command to run. Received: none. Write it after `--`",
+        ),
+        (
+            ("run", "--workers", "2", "--"),
+            "Expected a command to run. Received: none. Write it after `--`",
+        ),
         (("run", "--workers", "2", "python", "x.py"), "The command to run goes after `--`"),
         (("run", "--workers", "0", "--", "true"), "--workers must be >= 1. Received: 0"),
         (("run", "--workers", "two", "--", "true"), "invalid int value: 'two'"),
@@ -483,7 +493,10 @@ def test_no_tensorflow() -> None:
         (("run", "--workers", "1", "--startup-timeout", "0", "--", "true"), "must be > 0 s"),
         (("run", "--workers", "1", "--grace", "nan", "--", "true"), "must be >= 0 s"),
         (("run", "--workers", "1", "--heartbeat-timeout", "0.5", "--", "true"), "at least 1 s"),
-        (("run", "--workers", "1", "--collective-timeout", "inf", "--", "true"), "and finite"),
+        (
+            ("run", "--workers", "1", "--collective-timeout", "inf", "--", "true"),
+            "finite and at least",
+        ),
         (("run", "--workers", "1", "--unresponsive-timeout", "0", "--", "true"), "must be > 0 s"),
         (("run", "--workers", "1", "--max-preemptions", "-1", "--", "true"), "must be >= 0"),
         (("run", "--workers", "1", "--max-without-progress", "0", "--", "true"), "must be >= 1"),
@@ -497,13 +510,13 @@ def test_no_tensorflow() -> None:
         ),
         (
             ("run", "--workers", "2", "--ps", "1", "--min-workers", "1", "--", "true"),
-            "leave --min-workers out",
+            "omit --min-workers",
         ),
         (("run", "--workers", "1", "--log", "/no/such/folder/log", "--", "true"), "Give --log a"),
     ],
 )
 def test_bad_usage(arguments: tuple[str, ...], complaint: str) -> None:
-    """Bad usage is exit code 2 and a sentence that says what to write."""
+    """Bad usage gives exit code 2 and a message with the correction."""
     done = cli(*arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
@@ -511,7 +524,7 @@ def test_bad_usage(arguments: tuple[str, ...], complaint: str) -> None:
 
 
 def test_missing_command() -> None:
-    """A command that does not exist is exit code 127, as in a shell, and nothing is started."""
+    """A missing command gives exit code 127, as in a shell, and nothing is started."""
     done = cli("run", "--workers", "2", "--", "train.py")
     assert done.returncode == 127
     assert "Write `-- python train.py`" in done.stderr
@@ -519,15 +532,15 @@ def test_missing_command() -> None:
 
 
 def test_inside_a_cluster() -> None:
-    """Under a scheduler that starts the workers itself, no second cluster is started."""
+    """Under a scheduler that starts the workers, no second cluster is started."""
     tf_config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     done = cli("run", "--workers", "2", "--", "true", TF_CONFIG=tf_config)
     assert done.returncode == 2
-    assert "worker-0 of 2: a scheduler starts the workers here" in done.stderr
+    assert "worker-0 of 2: a scheduler starts the workers" in done.stderr
 
 
 def test_too_few_gpus() -> None:
-    """More workers than GPUs is an error before anything is started."""
+    """Fewer GPUs than workers are an error before anything is started."""
     done = cli("run", "--workers", "2", "--", "true", CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 2
     assert "need 2 GPUs. Received 1: 0" in done.stderr
@@ -541,7 +554,7 @@ def test_version() -> None:
 
 
 def test_a_command_with_dashes(start: Start) -> None:
-    """Everything after the first `--` belongs to the command, another `--` too."""
+    """Everything after the first `--`, including another `--`, belongs to the command."""
     script = "import sys; print('args', sys.argv[1:])"
     job = start(
         "", "--max-restarts=0", workers=1, command=(sys.executable, "-c", script, "--", "--workers")
@@ -553,8 +566,10 @@ def test_a_command_with_dashes(start: Start) -> None:
 
 
 def test_crash_loop(start: Start) -> None:
-    """Attempts that make no newer checkpoint are given up with 93, and the first cause is told. A
-    signal is heard in the pause before the last one."""
+    """A job without new checkpoints is given up with 93, and its first cause is reported.
+
+    A signal interrupts the last pause.
+    """
     body = """
 train()
 if index == 0:
@@ -568,14 +583,14 @@ sys.exit(7)
     code, printed = job.finish()
     assert code == 93, printed
     assert job.marks() == ["fault"] * 4
-    assert "restart 3 of 10, behind a pause of 1 s" in printed
-    assert "gave up: 3 attempts in a row made no newer checkpoint" in printed
+    assert "restart 3 of 10, after a pause of 1 s" in printed
+    assert "gave up: 3 consecutive attempts without a newer checkpoint" in printed
     assert "first failure: worker-1 exited with code 7 at " in printed
-    assert "in attempt 0 before: worker-1 exited with code 7 at " in printed
+    assert "earlier, in attempt 0: worker-1 exited with code 7 at " in printed
 
 
 def test_signal_in_a_pause(start: Start) -> None:
-    """A signal to the supervisor ends the job also when no worker runs."""
+    """A signal to the supervisor ends the job even if no worker is running."""
     job = start("mark(attempt); sys.exit(3)", "--max-without-progress=99", workers=1)
     await_until(lambda: job.marks()[-1:] == ["4"], "the fifth attempt")
     assert job.process.stdout is not None
@@ -584,12 +599,12 @@ def test_signal_in_a_pause(start: Start) -> None:
     job.process.terminate()
     code, printed = job.finish()
     assert code == 143, printed
-    assert "ended by SIGTERM to the supervisor: worker-0 exited with code 3" in printed
+    assert "stopped by SIGTERM to the supervisor: worker-0 exited with code 3" in printed
     assert job.marks()[-1] == "4"
 
 
 def test_worker_without_a_sign_of_life(start: Start) -> None:
-    """A worker that is stopped is found, also when it is the only one, and started again."""
+    """A stopped worker is detected, even if it is the only one, and restarted."""
     job = start(
         """
 from keras_distplug.cluster import pulse
@@ -609,13 +624,13 @@ complete()
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks() == ["fault"]
-    assert "Warning" not in printed  # its reports arrived
-    assert "worker-0 has given no sign of life for 3 s, its process: T (stopped)" in printed
+    assert "Warning" not in printed  # its reports have arrived
+    assert "worker-0 has given no sign of life for 3 s; process state T (stopped)" in printed
     assert "1 restart\n" in printed
 
 
 def test_fewer_workers(start: Start) -> None:
-    """A worker that fails twice in a row is left out; the last one alone has no TF_CONFIG."""
+    """A worker that fails twice in succession is dropped; the last one has no TF_CONFIG."""
     job = start(
         """
 mark(f"{attempt} {name} of {len(tf_config['cluster']['worker']) if tf_config else 1}")
@@ -635,5 +650,5 @@ complete()
         *("0 worker-0 of 2", "0 worker-1 of 2", "1 worker-0 of 2", "1 worker-1 of 2"),
         "2 worker-0 of 1",
     ]
-    assert "restart 2 of 10, with 1 worker, for the one on place 1 fails again and again" in printed
+    assert "restart 2 of 10, with 1 worker, because the one in slot 1 keeps failing" in printed
     assert "1 worker completed training" in printed

@@ -1,5 +1,7 @@
-"""What many workers do together, in a simulation: each function is one operation, of any number of
-them, with the package's own code."""
+"""Operations of many workers together, in a simulation.
+
+Every function is an operation of any number of workers, run with the package's own code.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +31,24 @@ from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
 
 STATE_BYTES, VARIABLES, METRICS = 2**30, 64, 4
-_STAND_FOR = 256  # bytes of the state, for each that is there
+_STAND_FOR = 256  # bytes of the state, for every byte stored
 _PLAN = json.dumps({"failed": None, "plan": {"save": True, "next_look": 100}})
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operation took.
+    """The cost of an operation.
 
     Args:
-        operation: Its name.
-        workers: How many took part.
-        messages: To the coordination service, by kind.
-        service_bytes: Through it.
-        requests: To the store, by kind.
-        store_bytes: Through it, of all workers.
-        seconds: Until the last worker was done.
-        training_s: What of these training waited for.
-        kept: Words that the service still keeps, beyond one each.
+        operation: Name of the operation.
+        workers: Number of workers that took part.
+        messages: Messages to the coordination service, by kind.
+        service_bytes: Bytes to and from the service.
+        requests: Requests to the store, by kind.
+        store_bytes: Bytes to and from the store, of all workers.
+        seconds: Time until the last worker was done.
+        training_s: Part of this time during which training waited, in seconds.
+        kept: Messages that the service still stores, beyond one per worker.
     """
 
     operation: str
@@ -61,7 +63,7 @@ class Cost:
 
 
 class Cluster:
-    """Workers of which each is a process of its own."""
+    """Workers, as if every one were a separate process."""
 
     def __init__(self, clock: Clock, count: int, costs: Costs, store_costs: StoreCosts) -> None:
         addresses = {"worker": tuple(f"host-{rank}:1" for rank in range(count))}
@@ -72,13 +74,13 @@ class Cluster:
         self.agreements = [Channel(role, self.service) for role in self.roles]
 
     def all_do(self, act: Callable[[int], object]) -> float:
-        """Returns how long that took."""
+        """Runs an action on all workers. Returns its duration."""
         for rank in range(len(self.roles)):
             self.clock.start(rank, lambda rank=rank: act(rank))  # type: ignore[misc]
         return self.clock.run()
 
     def cost(self, operation: str, seconds: float, training_s: float) -> Cost:
-        """Of what was done since the traffic was counted from none."""
+        """Returns the cost since the traffic was last reset."""
         said, moved = self.service.traffic, self.bucket.traffic
         return Cost(
             operation,
@@ -109,23 +111,23 @@ def cluster(
 
 
 def one_tells_all(of: Cluster) -> Cost:
-    """As at each look whether a checkpoint is due."""
+    """One worker sends to all, as in every check if a checkpoint is due."""
     seconds = of.all_do(
         lambda rank: of.agreements[rank].from_chief("save", None if rank else _PLAN)
     )
-    return of.cost("the chief tells all", seconds, seconds)
+    return of.cost("the chief sends to all", seconds, seconds)
 
 
 def all_tell_all(of: Cluster) -> Cost:
-    """As of local checkpoints, or `ReplicaMetrics(logs=...)`."""
+    """All workers send to all, as for local checkpoints, or `ReplicaMetrics(logs=...)`."""
     seconds = of.all_do(lambda rank: of.agreements[rank].gather("local", "x" * 100))
-    return of.cost("all tell all, 100 bytes each", seconds, seconds)
+    return of.cost("all send 100 bytes to all", seconds, seconds)
 
 
 def first_complaint(of: Cluster) -> Cost:
-    """As when all have read a checkpoint."""
+    """All workers agree that none has an error, as after reading a checkpoint."""
     seconds = of.all_do(lambda rank: of.agreements[rank].first_complaint("restored", None))
-    return of.cost("has anybody a complaint?", seconds, seconds)
+    return of.cost("first error", seconds, seconds)
 
 
 def barrier(of: Cluster) -> Cost:
@@ -134,7 +136,7 @@ def barrier(of: Cluster) -> Cost:
 
 
 def stop(of: Cluster) -> Cost:
-    """A scheduler tells all workers at once to go."""
+    """A scheduler preempts all workers at the same time."""
     agreed_s = []
     stops = []
 
@@ -142,7 +144,7 @@ def stop(of: Cluster) -> Cost:
         stops.append(StopTogether(of.agreements[rank].below("a session"), print))
 
     of.all_do(watch)
-    of.count_anew()  # of an open question each, which has been there since the training began
+    of.count_anew()  # of one open request per worker, pending since the start of training
     begun_s = of.clock.now_s
 
     def tell(rank: int) -> None:
@@ -159,14 +161,14 @@ def stop(of: Cluster) -> Cost:
     of.all_do(tell)
     assert len({each._stop_at for each in stops}) == 1
     assert all(each._cause is not None for each in stops)
-    return of.cost("all are told to stop", max(agreed_s), max(agreed_s))
+    return of.cost("all are preempted", max(agreed_s), max(agreed_s))
 
 
 # Statistics
 
 
 def statistics(of: Cluster) -> Cost:
-    """The reports of one window of steps, past the thread that trains."""
+    """The reports of a window of steps, in the background of the training thread."""
     together: list[list[str]] = []
 
     def report(rank: int) -> None:
@@ -191,21 +193,23 @@ def step_report(rank: int) -> StepReport:
 
 
 def state(count: int) -> TrainState:
-    """A state of 1 GiB, of which each byte stands for many. What each replica has of its own is
-    left out: all workers would look at all of it."""
+    """A state of 1 GiB, in which every byte stands for many.
+
+    Replica-specific state is omitted, because all workers would read all of it.
+    """
     values = np.random.default_rng(0).bytes(STATE_BYTES // _STAND_FOR // VARIABLES)
     arrays = {f"model/{n:03}": np.frombuffer(values, np.uint8) for n in range(VARIABLES)}
     return TrainState(Cursor(epoch=0, batch=count, step=count), arrays)
 
 
 def random_word() -> str:
-    """As long as what `training.random_states` takes of Python's and NumPy's generators."""
+    """A message as long as `training.random_states` of Python's and NumPy's generators."""
     words = base64.b64encode(np.array(random.Random(0).getstate()[1], np.uint32).tobytes()).decode()
     return json.dumps({"python": [3, words, None], "numpy": ["MT19937", words, 624, 0, 0.0]})
 
 
 def own_word() -> str:
-    """As long as what `training.own_states` says of a replica's metrics."""
+    """A message as long as `training.own_states` of a replica's metrics."""
     return base64.b64encode(bytes(4 * METRICS)).decode()
 
 
@@ -221,7 +225,7 @@ def _scaled() -> Iterator[None]:
 
 
 def saved(of: Cluster) -> Cost:
-    """The second checkpoint of a run that keeps one: the one before is deleted."""
+    """The second checkpoint of a run that keeps one: the previous one is deleted."""
     files = [of.bucket.seen_by_worker() for _ in of.roles]
     of.all_do(lambda rank: rank or runs.begin_run(files[0], job=None, seed=0))
     writers = [
@@ -253,7 +257,7 @@ def saved(of: Cluster) -> Cost:
 
 
 def restored(of: Cluster) -> Cost:
-    """By workers that are started again, and as many as have written it. After `saved`."""
+    """Restored by as many restarted workers as have written it. Called after `saved`."""
     of.count_anew()
     sizes: set[int] = set()
 
@@ -279,7 +283,7 @@ OPERATIONS = (one_tells_all, first_complaint, all_tell_all, barrier, stop, stati
 def all_costs(
     count: int, costs: Costs | None = None, store_costs: StoreCosts | None = None
 ) -> Iterator[Cost]:
-    """Of each operation, each in a simulation of its own; the restore is behind the save."""
+    """Runs every operation in its own simulation, except the restore, which follows the save."""
     for operation in OPERATIONS:
         with cluster(count, costs, store_costs) as made:
             yield operation(made)
@@ -292,12 +296,12 @@ def all_costs(
 
 
 def manifest_bytes(count: int) -> int:
-    """The length of a manifest of so many workers, of one replica each, in mid-epoch."""
+    """Returns the size of a manifest of this many workers, with one replica each, mid-epoch."""
     return sum(manifest_parts(count).values())
 
 
 def manifest_parts(count: int) -> dict[str, int]:
-    """What of it grows, by what it is, from what two workers more make."""
+    """Returns the growing parts of the manifest and their causes, per two additional workers."""
     few = _manifest(2, 2)
     parts = {
         "random": _manifest(4, 2) - few,

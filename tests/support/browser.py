@@ -1,4 +1,4 @@
-"""Pages as a browser shows them."""
+"""Renders pages in a browser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))
 
 
 class Shown(HTMLParser):
-    """The text of elements, and the cells of each table."""
+    """The text of elements, and the cells of every table."""
 
     def __init__(self, dom: str) -> None:
         super().__init__()
@@ -56,13 +56,14 @@ class Shown(HTMLParser):
 
 
 def browsed(url: str, folder: Path, secs: int = 10) -> tuple[str, str]:
-    """The document as it is when its script has run, and what the browser has complained of, such
-    as errors, what a policy forbids, and other machines, of which it finds none.
+    """Returns the document after its scripts have run, and the browser's error messages.
+
+    These include violations of policies, and requests to other machines, which all fail.
 
     Args:
-        url: Of the page.
-        folder: For the browser's own files.
-        secs: By the page's own clock, which waits for answers, and for nothing else.
+        url: Address of the page.
+        folder: Folder for the browser's files.
+        secs: Time by the page's virtual clock, which waits only for responses.
     """
     ended = _run(url, folder, "--dump-dom", secs=secs)
     console = [line for line in ended.stderr.splitlines() if ":CONSOLE" in line]
@@ -70,7 +71,7 @@ def browsed(url: str, folder: Path, secs: int = 10) -> tuple[str, str]:
 
 
 def photographed(url: str, folder: Path, picture: Path, *, is_dark: bool = False) -> None:
-    """For people to look at."""
+    """Takes a screenshot for people to look at."""
     dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if is_dark else []
     size = "--window-size=1200,2400"
     _run(url, folder, "--hide-scrollbars", size, f"--screenshot={picture}", *dark)

@@ -1,5 +1,7 @@
-"""Faults of all kinds, drawn at random, on several workers whose checkpoints are in a store behind
-a proxy that does harm, too; and what came of them."""
+"""Random faults of all kinds on several workers, and their outcomes.
+
+The checkpoints are in a store behind a proxy that causes faults, too.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from support.harmed import Ended, Job, Result, SetUp
 from keras_distplug.runlog import goodput_totals
 
 BATCHES, SAVE_FREQ = 20, 5
-# Behind harm to checkpoints, new ones have to be made before the next such harm: there are two.
+# After damage to checkpoints, new ones must be written before the next such fault: there are two.
 APART = 4 * SAVE_FREQ
 STORM_SECS, STORM_RATE = 5.0, 0.3
-_GIVEN_UP_SECS = 10.0  # a save that fails is tried again, and told when that has failed, too
+_GIVEN_UP_SECS = 10.0  # a failed save is retried, and reported if that fails as well
 
-# How often each kind is drawn, by its weight.
+# The relative frequency of every kind.
 WEIGHTS = {
     "kill": 6,
     "crash": 2,
@@ -34,7 +36,7 @@ WEIGHTS = {
     "error": 2,
     "vanish": 2,
     "leave": 1,
-    "tell": 4,
+    "preempt": 4,
     "stop": 2,
     "lock": 1,
     "starve": 2,
@@ -64,8 +66,7 @@ OTHERS: dict[str, Callable[..., Fault]] = {
 
 
 def drawn(seed: int, workers: int, count: int) -> list[Fault]:
-    """So many faults, in the order in which they come, and behind them the NaN in the data, which
-    wait for nothing."""
+    """Draws faults in the order in which they occur, followed by independent NaN in the data."""
     draw = random.Random(seed)
     found: list[Fault] = []
     step = SAVE_FREQ
@@ -73,7 +74,7 @@ def drawn(seed: int, workers: int, count: int) -> list[Fault]:
         step += draw.randint(3, 12)
         each, step = _one(draw, workers, step)
         found.append(each)
-        # In one of four recoveries a worker dies once more.
+        # In one of four recoveries, a worker dies again.
         if harmed.KINDS[each.kind].restarts and draw.random() < 0.25:
             found.append(fault.kill(draw.randrange(workers), moment="begin"))
     batches = range(3 * SAVE_FREQ, step, 2 * BATCHES)
@@ -83,7 +84,7 @@ def drawn(seed: int, workers: int, count: int) -> list[Fault]:
 
 
 def _one(draw: random.Random, workers: int, step: int) -> tuple[Fault, int]:
-    """A fault behind `step`, or a little later, and behind which step the next one may come."""
+    """Returns a fault at `step` or a little later, and the step after which the next may occur."""
     [kind] = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
     worker = draw.randrange(workers)
     if kind in DEATHS:
@@ -91,9 +92,9 @@ def _one(draw: random.Random, workers: int, step: int) -> tuple[Fault, int]:
         if moment in ("validation", "epoch"):
             step += -(step + 1) % BATCHES  # the last one of its epoch
         return DEATHS[kind](worker, step, moment), step + SAVE_FREQ * (moment == "saving")
-    if kind == "tell":
-        told = draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-        return fault.tell(told, worker, step), step
+    if kind == "preempt":
+        number = draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+        return fault.preempt(number, worker, step), step
     if kind == "slow":
         return fault.slow(3.0, worker, step), step
     if kind == "flaky_store":
@@ -107,16 +108,16 @@ def _one(draw: random.Random, workers: int, step: int) -> tuple[Fault, int]:
 
 @dataclass(frozen=True)
 class Soaked:
-    """A soak, and a training with the same data that nobody disturbed.
+    """A soak test, and an uninterrupted training with the same data.
 
     Args:
-        ended: The job that was done harm to.
-        differences: What of its outcome, on any worker, is not the same to the bit.
-        requests_harmed: By the proxy.
-        wall_secs: Of the job.
-        goodput: The share of its time in which it trained what had not been trained before.
-        epochs: It trained.
-        secs: By `Category`.
+        ended: The job with faults.
+        differences: Parts of its outcome, on any worker, that are not bit-identical.
+        requests_harmed: Number of requests that the proxy disturbed.
+        wall_secs: Duration of the job in seconds.
+        goodput: Share of its time spent on training batches for the first time.
+        epochs: Number of epochs trained.
+        secs: Seconds by `Category`.
     """
 
     ended: Ended
@@ -137,19 +138,19 @@ def soak(
     store_port: int,
     directory: str,
     storage_options: Callable[[int], Mapping[str, Any]],
-    told: Callable[[str], None] = lambda line: None,
+    on_fault: Callable[[str], None] = lambda line: None,
 ) -> Soaked:
-    """Runs both.
+    """Runs both trainings.
 
     Args:
-        folder: An empty one.
-        seed: Of the faults.
-        workers: How many.
-        secs: For how long faults come; the job ends some time behind that.
-        store_port: Of the store, on this machine.
-        directory: In it.
-        storage_options: Of it, by the port at which it is reached.
-        told: Hears of each fault as it comes.
+        folder: An empty folder.
+        seed: Seed of the faults.
+        workers: Number of workers.
+        secs: Duration of the faults; the job ends some time later.
+        store_port: Local port of the store.
+        directory: Directory in the store.
+        storage_options: Function that returns the options of the store for a port.
+        on_fault: Function called with every fault when it occurs.
     """
     set_up = SetUp(f"{workers} workers", workers)
     faults = drawn(seed, workers, count=int(secs))
@@ -161,7 +162,7 @@ def soak(
         harming = folder / "harmed"
         harming.mkdir()
         job = replace(job, storage_options=storage_options(proxy.port))
-        with _conducted(harming, faults, proxy, secs, told):
+        with _conducted(harming, faults, proxy, secs, on_fault):
             ended = harmed.run(harming, job, faults, timeout_s=2 * secs + 900)
         wall_secs = time.monotonic() - begun_s
     undisturbed = folder / "undisturbed"
@@ -190,7 +191,7 @@ def soak(
 
 
 def unnamed(soaked: Soaked) -> Iterator[str]:
-    """Faults that came, and of which nothing was said, or not what should be."""
+    """Returns faults that occurred without a report, or with a wrong one."""
     for each in soaked.ended.results:
         if each.came and _is_to_name(each) and not each.is_named:
             yield f"{each.fault}: {each.cause}"
@@ -208,9 +209,9 @@ def _conducted(
     faults: Sequence[Fault],
     proxy: Proxy,
     secs: float,
-    told: Callable[[str], None],
+    on_fault: Callable[[str], None],
 ) -> Iterator[None]:
-    """Meanwhile, the store is harmed where a fault says so, and in the end it is enough."""
+    """Disturbs the store when a fault requires it, and finally ends the training."""
     over = threading.Event()
 
     def conduct() -> None:
@@ -221,7 +222,7 @@ def _conducted(
             came = fault.fired(folder)
             for each in came[seen:]:
                 of = faults[each.index]
-                told(f"{each.who}: {of}")
+                on_fault(f"{each.who}: {of}")
                 if of.kind == "flaky_store":
                     _storm(proxy, of.rate)
                     calm_s = time.monotonic() + of.secs
@@ -242,7 +243,7 @@ def _conducted(
 
 
 def _storm(proxy: Proxy, rate: float) -> None:
-    """So many requests fail, in one way or another."""
+    """Makes a number of requests fail in various ways."""
     proxy.mend()
     ways = [
         Rule("status"),

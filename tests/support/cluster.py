@@ -1,4 +1,4 @@
-"""Starts real worker processes on this machine and waits for them, with a time-out."""
+"""Runs real worker processes on this machine, with a timeout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Ended:
-    """How one process ended."""
+    """The result of a process."""
 
     returncode: int
     output: str
@@ -27,11 +27,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Host:
-    """Where a worker runs.
+    """The host of a worker.
 
     Args:
-        address: That the others reach it at.
-        prefix: What a command begins with to run there.
+        address: Address at which the others reach it.
+        prefix: Start of a command that runs on this host.
     """
 
     address: str = "127.0.0.1"
@@ -47,7 +47,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without any cluster in it, with the package importable."""
+    """Returns this process's environment without a cluster, and with the package importable."""
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("TF_CONFIG", "SLURM_", "KERAS_"))
     }
@@ -67,9 +67,9 @@ def run_workers(
     is_forked: bool = True,
     timeout_s: float,
 ) -> list[Ended]:
-    """Runs `command` once per worker with a fresh TF_CONFIG (none for a single worker).
+    """Runs `command` once per worker with a new TF_CONFIG (none for a single worker).
 
-    All processes are killed when `timeout_s` is over, which fails the test that called.
+    After `timeout_s`, all processes are killed, and the calling test fails.
     """
     ports = free_ports(workers)
     hosts = [Host()] * workers if hosts is None else hosts
@@ -98,11 +98,11 @@ def run_job(
     is_forked: bool = True,
     timeout_s: float,
 ) -> Ended:
-    """Runs `command` on workers that `keras-distplug run` starts, and starts again.
+    """Runs `command` on workers that `keras-distplug run` starts and restarts.
 
-    When `timeout_s` is over, all processes are killed, which fails the test that called.
+    After `timeout_s`, all processes are killed, and the calling test fails.
     """
-    # Forked, its workers are, too, the first ones included.
+    # If it is forked itself, it forks its workers as well, including the first ones.
     script = [str(ROOT / "tests" / "support" / "supervised.py")]
     run = [*(script if is_forked else ["-m", "keras_distplug"]), "run", "--workers", str(workers)]
     command = [*run, *options, "--", sys.executable, *command]

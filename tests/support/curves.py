@@ -1,4 +1,4 @@
-"""TensorBoard's files, read back by TensorBoard."""
+"""Reads TensorBoard's files with TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Curve = list[tuple[int, float]]
 
 
 def curves_in(folder: Path, only: Sequence[str] = ()) -> dict[str, dict[str, Curve]]:
-    """For each run, by tag, steps and values; or for some of them."""
+    """Returns steps and values by tag, for all or some runs."""
     found = {}
     names = only or sorted(each.name for each in folder.iterdir() if each.is_dir())
     for run in (folder / name for name in names):
@@ -23,13 +23,13 @@ def curves_in(folder: Path, only: Sequence[str] = ()) -> dict[str, dict[str, Cur
 
 
 def _curve(events: EventAccumulator, tag: str) -> Curve:
-    """Nothing of histograms and graphs."""
+    """Ignores histograms and graphs."""
     values = [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
     return [(step, value.item()) for step, value in values if value.size == 1]
 
 
 def texts_in(folder: Path, tag: str) -> list[tuple[int, str]]:
-    """Steps and texts of one run."""
+    """Returns steps and texts of a run."""
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
     events.Reload()
     found = [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]

@@ -1,6 +1,6 @@
-"""A small model and data that touch what several workers can get wrong.
+"""A small model and data that are sensitive to errors of distribution.
 
-Loads TensorFlow: import it in worker scripts and tests marked `tf` only.
+Loads TensorFlow: import it only in worker scripts and in tests marked `tf`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-SAMPLES, GLOBAL_BATCH, EPOCHS = 150, 64, 3  # the last batch holds 22 samples: uneven everywhere
-BATCHES = 3  # of an epoch
+SAMPLES, GLOBAL_BATCH, EPOCHS = (
+    150,
+    64,
+    3,
+)  # the last batch has 22 samples, which never divide equally
+BATCHES = 3  # in an epoch
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,7 +64,7 @@ def write_outcome(
     evaluated: Mapping[str, float],
     predicted: np.ndarray,
 ) -> None:
-    """Everything that should not depend on the number of workers."""
+    """Writes everything that should not depend on the number of workers."""
     found: dict[str, Any] = {
         f"variable/{i:03d}/{v.path}": v.numpy()
         for i, v in enumerate([*model.weights, *model.optimizer.variables])

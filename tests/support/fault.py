@@ -1,15 +1,15 @@
-"""What goes wrong in a job: to whom, where, and how often. One vocabulary for all tests of faults.
+"""The faults in a job: which process, when, and how often. All fault tests use them.
 
     fault.kill(worker=1, at_step=7)
     fault.nan(worker=1, at_step=3)
     fault.fails_to_write(worker=0, at_step=5, saves=2)
     fault.flaky_store(rate=0.3, secs=5, at_step=9)
 
-A step is a batch of the whole training, by its place in the data, counted from 0. A fault comes
-behind its step once the faults before it in the list have come, and once only, however often that
-step is trained again. Loads neither TensorFlow nor the package: a test writes faults down
-(`write`), `support/harm.py` does them in the processes of the job, and notes each as it comes,
-which `fired` reads.
+A step is a batch of the whole training, by its position in the data, counted from 0. A fault occurs
+after its step, once all earlier faults of the list have occurred, and only once, however often the
+step is repeated. Loads neither TensorFlow nor the package: a test writes the faults (`write`),
+`support/harm.py` causes them in the processes of the job and records every one, and `fired` reads
+these records.
 """
 
 from __future__ import annotations
@@ -35,34 +35,35 @@ Moment = Literal[
     "data",
     "end",
 ]
-"""Behind a step; when `fit` is about to be called; before training goes on; when a save that is due
-behind the step has begun to be written; when a file is about to be worked on; in the validation, or
-at the end, of the step's epoch; when the step's batch is made; in that batch; when `fit` has
-returned."""
+"""Points in time: after a step; just before `fit`; before training resumes; when the save due after
+the step has started to write; before a file operation; in the validation, or at the end, of the
+step's epoch; when the step's batch is created; in that batch; after `fit`."""
 
 Who = int | str
-"""A worker's number, or the name of a process beside parameter servers: `"chief-0"`, `"ps-0"`."""
+"""A worker's number, or, with parameter servers, the name of a process: `"chief-0"`, `"ps-0"`."""
 
 FAULTS, FIRED = "faults.json", "fired"
-FIRST_BATCHES = "batches"  # of each process of the chief
+FIRST_BATCHES = "batches"  # of every process of the chief
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Made by the functions below.
+    """A fault, created by the functions below.
 
     Args:
-        kind: What happens.
-        who: The name of the process to which it happens.
-        at_step: Behind which step; before which call, counted from 1, if the moment is in one.
-        moment: When there.
-        every_time: Whether it comes again in each attempt.
-        after: How many faults have to have come before; None for all before it in the list.
-        secs: How long it lasts, where it ends.
-        count: Of saves that fail.
-        number: Of the signal, or of the error.
+        kind: Kind of fault.
+        who: Name of the affected process.
+        at_step: Step after which it occurs; for a fault in a call, the number of the call it
+            precedes, counted from 1.
+        moment: Point of that step at which it occurs.
+        every_time: True if it recurs in every attempt.
+        after: Number of faults that must have occurred before; None for all earlier ones of the
+            list.
+        secs: Duration in seconds, if limited.
+        count: Number of saves that fail.
+        number: Number of the signal or of the error.
         rate: Share of requests.
-        where: The part of the batch.
+        where: Part of the batch.
     """
 
     kind: str
@@ -78,20 +79,20 @@ class Fault:
     where: str = "x"
 
     def __str__(self) -> str:
-        at = f"behind step {self.at_step}" if self.moment == "step" else self.moment
+        at = f"after step {self.at_step}" if self.moment == "step" else self.moment
         return f"{self.kind} of {self.who} {at}"
 
 
 @dataclass(frozen=True)
 class Came:
-    """A fault that has come.
+    """A fault that has occurred.
 
     Args:
-        index: Of the fault in the list.
-        at: `time.time()`.
-        who: The process that it came to.
-        steps: The process had trained so far in the data; None if none yet.
-        file: That was damaged, in the folder of its run.
+        index: Index of the fault in the list.
+        at: Time in seconds since 1970.
+        who: Process in which it occurred.
+        steps: Position of the process in the data; None before its first step.
+        file: Damaged file, relative to the folder of its run.
     """
 
     index: int
@@ -107,8 +108,10 @@ def kill(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
 
 
 def kill_in_call(number: int, worker: Who = 0) -> Fault:
-    """SIGKILL before what is, since the process has begun to train, the `number`-th file or folder
-    to be synced, linked, made or deleted."""
+    """SIGKILL before a call that syncs, links, creates or deletes a file or folder.
+
+    Only the `number`-th such call since the process started to train is affected.
+    """
     return Fault("kill", _name(worker), number, "in a call")
 
 
@@ -118,7 +121,7 @@ def crash(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
 
 
 def abort(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
-    """SIGABRT, of the process itself."""
+    """SIGABRT, raised by the process itself."""
     return Fault("abort", _name(worker), at_step, moment)
 
 
@@ -130,29 +133,29 @@ def error(
 
 
 def leave(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
-    """`sys.exit(0)` in mid-training."""
+    """`sys.exit(0)` during training."""
     return Fault("leave", _name(worker), at_step, moment)
 
 
 def vanish(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
-    """`os._exit(9)`: nothing of the process is cleaned up."""
+    """`os._exit(9)`: exit without any cleanup."""
     return Fault("vanish", _name(worker), at_step, moment)
 
 
 def lose(worker: Who = 0, at_step: int = 0) -> Fault:
-    """SIGKILL, and what the worker has kept on its own machine is gone."""
+    """SIGKILL, and the loss of the worker's local checkpoints."""
     return Fault("lose", _name(worker), at_step)
 
 
-def tell(
+def preempt(
     number: signal.Signals,
     worker: Who = 0,
     at_step: int = 0,
     moment: Moment = "step",
     after: int | None = None,
 ) -> Fault:
-    """A signal that tells a worker to go."""
-    return Fault("tell", _name(worker), at_step, moment, number=number, after=after)
+    """A signal that preempts a worker."""
+    return Fault("preempt", _name(worker), at_step, moment, number=number, after=after)
 
 
 def stop(worker: Who = 0, at_step: int = 0) -> Fault:
@@ -161,35 +164,37 @@ def stop(worker: Who = 0, at_step: int = 0) -> Fault:
 
 
 def lock(worker: Who = 0, at_step: int = 0) -> Fault:
-    """Code in C keeps the interpreter's lock, for ever."""
+    """C code holds the interpreter's lock forever."""
     return Fault("lock", _name(worker), at_step)
 
 
 def starve(worker: Who = 0, at_step: int = 0) -> Fault:
-    """The batch of the step never comes."""
+    """The batch of the step never arrives."""
     return Fault("starve", _name(worker), at_step, "input")
 
 
 def stray(worker: Who = 0, at_step: int = 0) -> Fault:
-    """Waits for a collective that nobody else calls."""
+    """Waits for a collective that no other worker calls."""
     return Fault("stray", _name(worker), at_step)
 
 
 def slow(secs: float, worker: Who = 0, at_step: int = 0) -> Fault:
-    """One step takes so much longer."""
+    """One step takes longer by this time."""
     return Fault("slow", _name(worker), at_step, secs=secs)
 
 
 def nan(worker: Who = 0, at_step: int = 0, where: Literal["x", "y", "weight"] = "x") -> Fault:
-    """NaN in the samples, the labels or the weights of the worker's first replica, each time that
-    the batch is made. It waits for no other fault."""
+    """NaN in the samples, labels or weights of the worker's first replica.
+
+    It occurs every time that the batch is created, independently of other faults.
+    """
     return Fault("nan", _name(worker), at_step, "data", every_time=True, after=0, where=where)
 
 
 def fails_to_write(
     worker: Who = 0, at_step: int = 0, saves: int = 1, number: int = errno.ENOSPC
 ) -> Fault:
-    """The worker cannot write its share of the saves that are begun next."""
+    """The worker cannot write its part of the next saves."""
     return Fault("fails_to_write", _name(worker), at_step, count=saves, number=number)
 
 
@@ -204,30 +209,34 @@ def flip(worker: Who = 0, at_step: int = 0) -> Fault:
 
 
 def flaky_store(rate: float, secs: float, at_step: int = 0) -> Fault:
-    """For so long, so many of the requests to the store fail in one way or another. Who runs the
-    job has to do it, when the chief has noted it."""
+    """For a time, a share of the requests to the store fails in various ways.
+
+    The test must cause this once the chief has recorded the fault.
+    """
     return Fault("flaky_store", _name(0), at_step, rate=rate, secs=secs)
 
 
 def own(kind: str, worker: Who = 0, at_step: int = 0) -> Fault:
-    """What only the job's script can do, which gives it to `Harm` by this name. It waits for no
-    other fault."""
+    """A fault specific to the job's script, which passes it to `Harm` by name.
+
+    It occurs independently of other faults.
+    """
     return Fault(kind, _name(worker), at_step, after=0)
 
 
 def write(folder: Path, faults: Sequence[Fault]) -> None:
-    """For the processes of a job in `folder`."""
+    """Writes the faults for the processes of a job in `folder`."""
     (folder / FAULTS).write_text(json.dumps([asdict(each) for each in faults]))
 
 
 def read(folder: Path) -> list[Fault]:
-    """The inverse of `write`; none if nothing was written."""
+    """Reads the faults; returns none if nothing was written."""
     file = folder / FAULTS
     return [Fault(**each) for each in json.loads(file.read_text())] if file.exists() else []
 
 
 def note(file: Path, came: Came) -> None:
-    """At once, for all processes: they share the file."""
+    """Records a fault immediately for all processes, which share the file."""
     line = json.dumps(asdict(came)) + "\n"
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, line.encode())
@@ -235,14 +244,14 @@ def note(file: Path, came: Came) -> None:
 
 
 def noted(file: Path) -> list[Came]:
-    """All so far."""
+    """Returns all records so far."""
     text = file.read_text() if file.exists() else ""
     whole, _, _ = text.rpartition("\n")
     return [Came(**json.loads(line)) for line in whole.splitlines()]
 
 
 def fired(folder: Path) -> list[Came]:
-    """The faults of the job in `folder` that have come so far."""
+    """Returns the faults of the job in `folder` that have occurred so far."""
     return noted(folder / FIRED)
 
 

@@ -1,4 +1,4 @@
-"""Which faults a job of each set-up meets, one after the other, and what has to come of them."""
+"""The faults that a job of every setup meets, and their expected outcomes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ DATA_STEP = 33
 
 
 def deaths(last: int) -> list[Fault]:
-    """Of the chief and the last worker: in a step, a save, a validation, and while training is
-    taken up again."""
+    """Deaths of the chief and the last worker: in a step, save, validation and restore."""
     return [
         fault.kill(0, 5),
         fault.crash(last, 9),
@@ -34,7 +33,7 @@ def deaths(last: int) -> list[Fault]:
 
 
 def hangs(last: int) -> list[Fault]:
-    """And one that is slow, but in time."""
+    """Hangs, and a slow step that is not a hang."""
     return [
         fault.stop(last, 5),
         fault.lock(0, 9),
@@ -46,31 +45,31 @@ def hangs(last: int) -> list[Fault]:
 
 
 def storage_and_notices(last: int) -> list[Fault]:
-    """A full disk, harm to the newest checkpoint, and whoever is told to go."""
+    """A full disk, damage to the newest checkpoint, and preemptions."""
     return [
         fault.fails_to_write(last, 5, saves=2),
         fault.truncate(0, 22),
         fault.flip(last, 31),
-        fault.tell(signal.SIGTERM, last, 35),
-        fault.tell(signal.SIGUSR1, 0, 40, "saving"),
+        fault.preempt(signal.SIGTERM, last, 35),
+        fault.preempt(signal.SIGUSR1, 0, 40, "saving"),
         *data(last),
     ]
 
 
 def servers(last: int) -> list[Fault]:
-    """A worker is started again alone; without a parameter server, or the chief, all are."""
+    """Only a worker is restarted on its own; without a parameter server or the chief, all are."""
     return [
         fault.kill(last, 5),
         fault.kill("ps-0", 15),
         fault.kill("chief-0", 27),
         fault.fails_to_write("chief-0", 31, saves=1, number=errno.EACCES),
-        fault.tell(signal.SIGTERM, "chief-0", 45),
+        fault.preempt(signal.SIGTERM, "chief-0", 45),
         fault.truncate("chief-0", 60),
     ]
 
 
 def data(last: int) -> list[Fault]:
-    """What is in the data, which an undisturbed run meets, too."""
+    """Faults of the data, which an uninterrupted run meets as well."""
     return [fault.nan(last, DATA_STEP)]
 
 
@@ -88,15 +87,15 @@ def epochs(set_up: SetUp) -> int:
 
 
 def wrong(results: Sequence[Result], job: Job) -> Iterator[str]:
-    """What has not come of the faults as it should."""
+    """Returns the faults with an unexpected outcome."""
     for each in results:
         of = each.fault
         if not each.came:
             yield f"{of}: did not come"
         elif not each.is_named:
             yield f"{of}: said to be {each.cause!r}"
-        # A save may be under way: what is committed then is the one before.
-        at_most = 0 if of.kind == "tell" else 2 * job.save_freq
+        # A save may be running: the newest committed checkpoint is then the previous one.
+        at_most = 0 if of.kind == "preempt" else 2 * job.save_freq
         if of.kind in ("truncate", "flip"):
             at_most += job.save_freq
         if KINDS[of.kind].restarts and (each.steps_lost or 0) > at_most:

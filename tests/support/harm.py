@@ -1,6 +1,6 @@
-"""Does to the processes of a job what its faults say. Loads TensorFlow.
+"""Causes the faults of a job in its processes. Loads TensorFlow.
 
-Under parameter servers only the chief trains: it does to the others what can be done from outside.
+With parameter servers, only the chief trains: it causes the others' faults from outside.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from keras_distplug.storage.files import open_files
 from keras_distplug.storage.stores.local import LocalFiles
 from keras_distplug.storage.stores.remote import RemoteFiles
 
-LONE = 99_991  # keys of a collective that nobody else calls
+LONE = 99_991  # keys of a collective that no other worker calls
 Array = np.ndarray
 
 
 class Harm(keras.callbacks.Callback):  # type: ignore[misc]
-    """Makes the faults of a job come, until there is FOLDER/enough.
+    """Causes the faults of a job until FOLDER/enough exists.
 
     Args:
-        folder: Of the job.
-        batches: In an epoch.
-        replicas: Of each worker.
-        directory: Of the checkpoints.
-        storage_options: Of these.
-        own_folder: What this worker keeps on its own machine.
-        own: What only the script can do, by the kind of the fault.
+        folder: Folder of the job.
+        batches: Number of batches in an epoch.
+        replicas: Number of replicas per worker.
+        directory: Directory of the checkpoints.
+        storage_options: Options of their store.
+        own_folder: Folder of this worker's local checkpoints.
+        own: Functions for faults specific to the script, by kind.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         self._own_folder = own_folder
         self._own = dict(own or {})
         self._who = own_name()
-        self._steps: int | None = None  # by their place in the data; None before the first one
+        self._steps: int | None = None  # position in the data; None before the first step
         _before_saving(lambda: self._come("saving"))
 
-    # Moments
+    # Times at which faults occur
 
     def on_fit_begin(self) -> None:
-        """The script says when it is about to call `fit`."""
+        """The script calls this before `fit`."""
         self._come("before fit")
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -97,11 +97,11 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         self._come("epoch")
 
     def on_fit_end(self) -> None:
-        """The script says when `fit` has returned."""
+        """The script calls this after `fit`."""
         self._come("end")
 
     def on_input(self, number: int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        """What becomes of a global batch of an epoch, as it is made."""
+        """Changes a global batch of an epoch when it is created."""
         made = self.epoch * self._batches + number
         self._come("input", made)
         for index, each in enumerate(self.faults):
@@ -118,7 +118,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         harmed[place][replica * len(harmed[place]) // (workers() * self._replicas)] = np.nan
         return tuple(harmed)
 
-    # What comes
+    # Faults
 
     def _come(self, moment: fault.Moment, made: int = 0) -> None:
         for index, each in enumerate(self.faults):
@@ -155,7 +155,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _note(self, file: Path, index: int, damaged: str = "") -> None:
         of = self.faults[index] if index >= 0 else None
-        # What is made ahead: all that comes before it will have been trained.
+        # Data is prefetched: all earlier batches will have been trained by then.
         steps = of.at_step if of is not None and of.moment == "input" else self._steps
         fault.note(file, fault.Came(index, time.time(), self._who, steps, damaged))
 
@@ -167,7 +167,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         elif each.kind == "abort":
             os.abort()
         elif each.kind == "error":
-            raise RuntimeError("so it was told")
+            raise RuntimeError("requested by the test")
         elif each.kind == "leave":
             sys.exit(0)
         elif each.kind == "vanish":
@@ -182,7 +182,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         elif each.kind == "starve":
             threading.Event().wait()
         elif each.kind == "stray":
-            # Keys of its own: with the strategy's, it could be taken for what the others call next.
+            # Separate keys: the strategy's own could be mistaken for the others' next call.
             tf.raw_ops.CollectiveReduceV2(
                 input=tf.ones(()),
                 group_size=max(2, workers()),
@@ -195,7 +195,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         elif each.kind == "slow":
             time.sleep(each.secs)
         elif each.kind == "fails_to_write":
-            saver.wait_for_all()  # the one under way has been begun before
+            saver.wait_for_all()  # the running one has started earlier
             _refuse_shards(each.count, each.number)
         elif each.kind in self._own:
             self._own[each.kind]()
@@ -203,7 +203,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
             assert each.kind == "flaky_store", each
 
     def _newest_file(self) -> tuple[str, str]:
-        """Of the newest checkpoint, the first file: the run, and the file within it."""
+        """Returns the run of the newest checkpoint, and the first of its files."""
         saver.wait_for_all()
         files = open_files(self._directory, self._options)
         [*_, (_, run)] = layout.runs(files)
@@ -228,7 +228,7 @@ _FROM_OUTSIDE = {
     "kill": signal.SIGKILL,
     "crash": signal.SIGSEGV,
     "stop": signal.SIGSTOP,
-    "tell": None,  # the fault says which
+    "preempt": None,  # named by the fault
 }
 
 
@@ -257,12 +257,12 @@ def _before_calls(come: Callable[[int], None]) -> None:
 
 
 def _refuse_shards(saves: int, number: int) -> None:
-    """From now on, until so many checkpoints have met it."""
+    """Lets saves fail from now on, until this many checkpoints are affected."""
     refused: set[str] = set()
 
     def refusing(stock: Callable[..., None]) -> Callable[..., None]:
         def create(own: Any, path: str, parts: Iterable[bytes | memoryview]) -> None:
-            checkpoint = path.split("/")[-3]  # and not its attempt
+            checkpoint = path.split("/")[-3]  # not for every retry
             if path.endswith(".safetensors") and (checkpoint in refused or len(refused) < saves):
                 refused.add(checkpoint)
                 raise OSError(number, os.strerror(number), path)

@@ -1,4 +1,4 @@
-"""Runs a job that is done harm to, under the supervisor, and tells what came of each fault."""
+"""Runs a job with faults under the supervisor, and reports the outcome of every fault."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Outcome = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class SetUp:
-    """How many workers there are, replicas in each, and parameter servers beside a chief."""
+    """The number of workers, replicas per worker, and parameter servers."""
 
     title: str
     workers: int = 1
@@ -43,13 +43,13 @@ class Job:
     """A training.
 
     Args:
-        set_up: Where.
-        directory: Of its checkpoints.
-        storage_options: Of these.
-        epochs: At most.
-        batches: In an epoch.
-        global_batch: Samples in a batch.
-        save_freq: Batches.
+        set_up: Setup of the job.
+        directory: Directory of the checkpoints.
+        storage_options: Options of their store.
+        epochs: Maximum number of epochs.
+        batches: Number of batches in an epoch.
+        global_batch: Number of samples in a batch.
+        save_freq: Number of batches between checkpoints.
     """
 
     set_up: SetUp
@@ -71,17 +71,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a fault.
+    """The outcome of a fault.
 
     Args:
-        fault: Which.
-        came: How often it came.
-        cause: What was said of it first; None if nothing was.
-        detected_secs: Until then, from when it came first.
-        recovered_secs: Until the end of the first batch behind a restart; None without one.
-        steps_lost: Steps that were trained again; None without a restart.
-        file: That was damaged.
-        next_secs: Until the next fault, other than of the data; None if none came.
+        fault: The fault.
+        came: Number of times it occurred.
+        cause: First report of it; None without one.
+        detected_secs: Seconds from its first occurrence to the report.
+        recovered_secs: Seconds until the end of the first batch after a restart; None without one.
+        steps_lost: Number of repeated steps; None without a restart.
+        file: Damaged file.
+        next_secs: Seconds until the next fault, other than in the data; None without one.
     """
 
     fault: Fault
@@ -100,14 +100,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has come to its end.
+    """A completed job.
 
     Args:
-        outcomes: Of each worker.
-        results: Of each fault.
-        printed: By all.
-        fits: What the workers have logged.
-        supervised: What the supervisor has.
+        outcomes: Outcome on every worker.
+        results: Outcome of every fault.
+        printed: Output of all processes.
+        fits: Logs of the workers.
+        supervised: Log of the supervisor.
     """
 
     outcomes: list[Outcome]
@@ -124,7 +124,7 @@ def run(
     *options: str,
     timeout_s: float,
 ) -> Ended:
-    """Until all its workers have completed training, which they have to."""
+    """Runs a job until all workers have completed training, which they must."""
     folder.mkdir(exist_ok=True)
     job.write(folder)
     fault.write(folder, faults)
@@ -142,18 +142,18 @@ def run(
 
 
 class JobFailedError(AssertionError):
-    """A job that has not come to its end."""
+    """A job that has not been completed."""
 
     def __init__(self, returncode: int, printed: str) -> None:
         super().__init__(f"the job has ended with {returncode}:\n{printed[-20_000:]}")
 
 
 def read(folder: Path, job: Job, printed: str = "") -> Ended:
-    """Of a job that has ended: what came of it."""
+    """Returns the outcome of a finished job."""
     files = open_files(job.directory, job.storage_options)
     fits, supervised = log_files.read(files, "run-0001")
-    told = [*supervised, *(entry for each in fits for entry in each.entries)]
-    told.sort(key=lambda entry: entry.at)
+    reports = [*supervised, *(entry for each in fits for entry in each.entries)]
+    reports.sort(key=lambda entry: entry.at)
     faults, fired = fault.read(folder), fault.fired(folder)
     first_batches = fault.noted(folder / fault.FIRST_BATCHES)
     results = []
@@ -163,7 +163,7 @@ def read(folder: Path, job: Job, printed: str = "") -> Ended:
             one.at for one in fired if one.index != index and not _is_of_data(faults[one.index])
         ]
         place = divmod(each.at_step, job.batches)
-        results.append(_result(each, place, came, others, told, first_batches, printed))
+        results.append(_result(each, place, came, others, reports, first_batches, printed))
     names = (
         ["chief-0"] if job.set_up.servers else [f"worker-{n}" for n in range(job.set_up.workers)]
     )
@@ -180,18 +180,18 @@ def _result(
     place: tuple[int, int],
     came: Sequence[Came],
     others: Sequence[float],
-    told: Sequence[Entry],
+    reports: Sequence[Entry],
     first_batches: Sequence[Came],
     printed: str,
 ) -> Result:
     if not came:
         return Result(of, 0)
     at, file = came[0].at, came[0].file
-    # A fault of the data has to wait where another one comes between; all others have their turn.
+    # Faults in the data may be delayed by another one; all others occur in order.
     until = min((each for each in others if each > at and not _is_of_data(of)), default=math.inf)
     next_secs = None if until == math.inf else until - at
-    kinds = KINDS[of.kind].told_by
-    said = [e for e in told if at <= e.at < until and isinstance(e.event, kinds)]
+    kinds = KINDS[of.kind].reported_by
+    said = [e for e in reports if at <= e.at < until and isinstance(e.event, kinds)]
     if _is_of_data(of):
         said = [e for e in said if (e.event.epoch, e.event.batch) == place]
     named = (e for e in said if is_named(of, _text(e.event), file))
@@ -202,7 +202,7 @@ def _result(
         cause = _text(first.event)
         detected_secs = first.at - max(each.at for each in came if each.at <= first.at)
     elif file or _is_of_data(of):
-        # What a process logs last may die with it; what it prints does not.
+        # A dying process may lose its last log lines, but not its output.
         of_batch = f"epoch {place[0] + 1}, batch {place[1] + 1}: .*"
         of_file = f"is quarantined: .*{re.escape(file)}.*"
         word = re.search(of_file if file else of_batch, printed)
@@ -211,7 +211,7 @@ def _result(
     if again is None or not KINDS[of.kind].restarts:
         return Result(of, len(came), cause, detected_secs, file=file, next_secs=next_secs)
     assert again.steps is not None
-    # Those that are told to go end behind a step that comes later.
+    # Preempted workers stop after a later step.
     lost = None if came[0].steps is None else max(0, came[0].steps - (again.steps - 1))
     recovered_secs = again.at - at
     return Result(of, len(came), cause, detected_secs, recovered_secs, lost, file, next_secs)
@@ -219,42 +219,44 @@ def _result(
 
 @dataclass(frozen=True)
 class Kind:
-    """What is to be said of a kind of fault.
+    """The expected report of a kind of fault.
 
     Args:
-        told_by: The events that tell of it.
-        cause: A pattern of what they say; `{who}` is the process, `{signal}` and `{error}` are
-            what comes, `{file}` is what was damaged.
-        restarts: Whether all processes begin again.
+        reported_by: Events that report it.
+        cause: Pattern of the report; `{who}` is the process, `{signal}` and `{error}` are the
+            signal and the error, `{file}` is the damaged file.
+        restarts: True if all processes restart.
     """
 
-    told_by: tuple[type[Event], ...]
+    reported_by: tuple[type[Event], ...]
     cause: str
     restarts: bool = True
 
 
 _FAILED = (events.Failed, events.StartedAgain)
-_HUNG = "worker-\\d ended because training hung: "
+_HUNG = "worker-\\d exited because training hung: "
 KINDS = {
     "kill": Kind(_FAILED, "{who} was killed by SIGKILL"),
     "crash": Kind(_FAILED, "{who} was killed by SIGSEGV"),
     "abort": Kind(_FAILED, "{who} was killed by SIGABRT"),
     "error": Kind(_FAILED, "{who} exited with code 1"),
     "vanish": Kind(_FAILED, "{who} exited with code 9"),
-    # A process may need longer to end than its peers wait for it.
-    "leave": Kind(_FAILED, "{who} left without completing training|{who} .* or no longer in `fit`"),
+    # A process may take longer to exit than its peers wait for it.
+    "leave": Kind(
+        _FAILED, "{who} exited without completing training|{who} .* or no longer in `fit`"
+    ),
     "lose": Kind(_FAILED, "{who} was killed by SIGKILL"),
     "stop": Kind(
         _FAILED, _HUNG + r"{who} did not answer: suspended \(SIGSTOP\)|{who} .*no sign of life"
     ),
-    # Its own sentinel is first, mostly.
+    # Usually, its own sentinel is first.
     "lock": Kind(_FAILED, "{who} was killed by SIGABRT|" + _HUNG + "{who} did not answer"),
     "starve": Kind(
         _FAILED,
         _HUNG + r"{who} (waits for its input|is) in batch \d+ of epoch \d+, with its input",
     ),
     "stray": Kind(_FAILED, _HUNG + r"{who} runs harm\.py:\d+ in "),
-    "tell": Kind((events.Preempted,), "{signal} to {who} on "),
+    "preempt": Kind((events.Preempted,), "{signal} to {who} on "),
     "slow": Kind((events.Failed, events.Hung), "^$", restarts=False),
     "nan": Kind((events.UpdateLeftOut,), r"replica \d+ \({who} on ", restarts=False),
     "fails_to_write": Kind((events.SaveFailed,), "{error}", restarts=False),
@@ -265,15 +267,15 @@ KINDS = {
 
 
 def is_named(of: Fault, cause: str | None, file: str = "") -> bool:
-    """Whether what was said of a fault is what should be."""
-    told = {
+    """Returns True if the report of a fault is as expected."""
+    reports = {
         "{who}": of.who,
-        "{signal}": signal.Signals(of.number).name if of.kind == "tell" else "",
+        "{signal}": signal.Signals(of.number).name if of.kind == "preempt" else "",
         "{error}": os.strerror(of.number),
-        "{file}": re.escape(file) or "(?!)",  # nothing is named by no file
+        "{file}": re.escape(file) or "(?!)",  # no fault damages this file
     }
     pattern = KINDS[of.kind].cause
-    for each, value in told.items():
+    for each, value in reports.items():
         pattern = pattern.replace(each, value)
     return bool(re.search(pattern, cause or ""))
 
@@ -283,13 +285,13 @@ def _text(event: Event) -> str:
         return f"{event.what} to {event.where}"
     if isinstance(event, events.SaveFailed | events.Quarantined):
         return event.why
-    told_of = events.Failed | events.StartedAgain | events.Hung | events.UpdateLeftOut
-    assert isinstance(event, told_of), event
+    failure_kinds = events.Failed | events.StartedAgain | events.Hung | events.UpdateLeftOut
+    assert isinstance(event, failure_kinds), event
     return event.what
 
 
 def differences(found: Outcome, expected: Outcome) -> list[str]:
-    """What is not the same to the bit."""
+    """Returns the parts that are not bit-identical."""
     assert found.keys() == expected.keys()
     return [
         name

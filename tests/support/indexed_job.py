@@ -1,6 +1,6 @@
-"""Stands in for Kubernetes' Job controller, a kubelet and a JobSet's names.
+"""A mock of Kubernetes' Job controller, of a kubelet, and of the host names of a JobSet.
 
-Every pod is a process in a network namespace with its own address, and its replacement has another.
+Every pod is a process in a network namespace with its own address; its replacement has another one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _MACHINES = 8
 
 
 class IndexedJob:
-    """Runs the pods of the only Job of a JobSet, and replaces them as its podFailurePolicy says.
+    """Runs the pods of a JobSet's only Job, and replaces them according to its podFailurePolicy.
 
     Args:
-        jobset: As its YAML says.
-        python: What `python` is in the image.
-        working_folder: Of the image.
+        jobset: The JobSet, as parsed from YAML.
+        python: Interpreter for `python` in the image.
+        working_folder: Working directory of the image.
         volumes: Folders by the names of the pods' volumes.
-        more: Arguments after those of the container.
-        machines: One for every pod.
-        folder: For what the pods share.
+        more: Additional arguments of the container.
+        machines: One machine per pod.
+        folder: Folder for files that the pods share.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class IndexedJob:
         self._free = list(machines)
         self._hosts = folder / "hosts"
         self._addresses: dict[int, str] = {}
-        self.ended: list[tuple[int, int]] = []  # which pod, with which code
+        self.ended: list[tuple[int, int]] = []  # pod and exit code
         self.retries = 0
         self.printed = ["" for _ in range(self._job["completions"])]
         self.pods = [self._start(index) for index in range(self._job["completions"])]
 
     def run(self, timeout_s: float) -> str:
-        """Until the Job is "Complete" or "Failed"."""
+        """Waits until the Job is "Complete" or "Failed"."""
         end_s = time.monotonic() + timeout_s
         done: set[int] = set()
         while len(done) < len(self.pods):
@@ -98,7 +98,7 @@ class IndexedJob:
             f"{address} {self._name}-{number}.{self._domain}"
             for number, address in sorted(self._addresses.items())
         ]
-        # In place: it is mounted into what runs.
+        # In place, because it is bind-mounted into running processes.
         self._hosts.write_text("127.0.0.1 localhost\n" + "\n".join(names) + "\n")
         command = [*self._container["command"], *self._container["args"], *self._more]
         assert command[0] == "python"
@@ -114,7 +114,7 @@ class IndexedJob:
 
 
 def jobset_of(runtime: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    """What Kubeflow Trainer makes of a TrainJob and its runtime (by its source, v2.3)."""
+    """Returns the JobSet that Kubeflow Trainer v2.3 creates from a TrainJob and its runtime."""
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
     spec = copy.deepcopy(runtime["spec"]["template"]["spec"])
     [replicated] = spec["replicatedJobs"]
@@ -122,7 +122,7 @@ def jobset_of(runtime: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, A
     pods |= {"completions": trainer["numNodes"], "parallelism": trainer["numNodes"]}
     [container] = pods["template"]["spec"]["containers"]
     container |= {"command": trainer["command"], "args": trainer["args"]}
-    # The kubelet reads labels, and then replaces what stands in $(...).
+    # The kubelet reads labels first, and then substitutes $(...).
     known = {each["name"]: name for each in container["env"] if "valueFrom" in each}
     for each in container["env"]:
         value = name if each.pop("valueFrom", None) else each["value"]

@@ -1,4 +1,4 @@
-"""Starts the processes of a job with parameter servers, as a scheduler would."""
+"""Starts the processes of a job with parameter servers, like a scheduler."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Task = tuple[str, int]
 
 
 class Job:
-    """Its processes by task, and what they print. To be used as a context, which ends all.
+    """The processes of a job by task. A context manager that kills all of them on exit.
 
     Args:
-        folder: For what they print.
-        command: Of Python, the same for all.
-        workers: How many there are, beside the chief and the parameter servers.
-        env: Of all of them.
-        servers: How many parameter servers there are.
+        folder: Folder for their output.
+        command: Arguments of Python, the same for all.
+        workers: Number of workers, in addition to the chief and the parameter servers.
+        env: Environment of all processes.
+        servers: Number of parameter servers.
     """
 
     def __init__(
@@ -69,12 +69,14 @@ class Job:
         end_s = time.monotonic() + timeout_s
         while not happens():
             chief = self.processes["chief", 0]
-            assert chief.poll() is None, f"the chief has ended with {chief.poll()}:\n{self.told()}"
-            assert time.monotonic() < end_s, f"nothing has happened:\n{self.told()}"
+            assert chief.poll() is None, (
+                f"the chief has ended with {chief.poll()}:\n{self.output_ends()}"
+            )
+            assert time.monotonic() < end_s, f"nothing has happened:\n{self.output_ends()}"
             time.sleep(0.05)
 
-    def told(self) -> str:
-        """The end of what each has printed, for errors."""
+    def output_ends(self) -> str:
+        """Returns the end of every process's output, for error messages."""
         files = [self.output(*task) for task in self.tasks]
         return "\n".join(f"== {file.stem}\n{file.read_text()[-3000:]}" for file in files)
 

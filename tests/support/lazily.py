@@ -1,4 +1,4 @@
-"""Modules that are imported when they are first used, so that tests can be collected without."""
+"""Modules that are imported on first use, so that tests can be collected without them."""
 
 from __future__ import annotations
 

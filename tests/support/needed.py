@@ -1,4 +1,4 @@
-"""What tests need that need not be there."""
+"""Optional requirements of tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def missing(what: str, how: str) -> None:
-    """Skips a test that needs `what`; fails it in CI."""
+    """Skips a test because `what` is missing; fails it in CI."""
     message = f"{what} is not there. {how}"
     if os.environ.get("KERAS_DISTPLUG_TEST_ALL_STORES"):
         pytest.fail(message)

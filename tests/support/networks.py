@@ -1,4 +1,4 @@
-"""Workers whose network can be made slow, or cut: each in a network namespace, on one bridge."""
+"""Workers in network namespaces on a bridge, whose network can be slowed down or cut."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import pytest
 from support.cluster import Host
 
-DEVICE = "net0"  # in each namespace
+DEVICE = "net0"  # in every namespace
 
 
 @dataclass(frozen=True)
 class Machine(Host):
-    """A host of its own.
+    """A host with its own address.
 
     Args:
-        link: Its end on the bridge.
+        link: Its interface on the bridge.
     """
 
     link: str = ""
 
     def cut(self) -> None:
-        """Nothing that it sends arrives any more, and nothing reaches it; nobody is told."""
+        """Drops all of its traffic in both directions, without notifying anyone."""
         self._set("down")
 
     def mend(self) -> None:
@@ -38,10 +38,10 @@ class Machine(Host):
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Machine]]:
-    """So many of them, with addresses of their own. Skips the test where that is not permitted."""
+    """Creates this many hosts with their own addresses. Skips the test if that is not permitted."""
     if not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("no `ip` and `tc`: apt install iproute2")
-    token = uuid.uuid4()  # what another test has left goes when the kernel likes
+    token = uuid.uuid4()  # the kernel removes the remains of another test with some delay
     subnet, name = f"10.{64 + token.bytes[0] % 64}.{token.bytes[1]}", f"kd{token.hex[:8]}"
     made: list[list[str]] = []
 

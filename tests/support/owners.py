@@ -1,4 +1,4 @@
-"""Processes that want to own a directory."""
+"""Processes that compete for a directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def silent(line: str) -> None:
 
 
 def require_one_winner(files: Files, racers: int = 3) -> None:
-    """Checks that one of some threads, each as a process of its own, gets a directory."""
+    """Checks that exactly one of several threads, acting as processes, gets a directory."""
     start = threading.Barrier(racers)
 
     def race(number: int) -> ownership.Ownership | None:

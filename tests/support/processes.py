@@ -1,7 +1,7 @@
-"""Starts Python processes that end with the test, from a fork server where that is possible.
+"""Starts Python processes that end with the test, if possible from a fork server.
 
-A fork of a process that has imported TensorFlow and Keras starts in a tenth of a second instead of
-four. What tests the start itself, or runs on another host, is an ordinary process.
+A fork of a process that has imported TensorFlow and Keras starts in 0.1 s instead of 4 s. Processes
+on other hosts, and in tests of the start itself, are ordinary ones.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _JOB, _MEMBER = forking.MARKS
 
 
 class Forked:
-    """A process that a fork server has started, as `subprocess.Popen` gives it."""
+    """A forked process, with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs."""
+        """Returns its exit code, negative for a signal, or None while it is running."""
         return self._reap(os.WNOHANG)
 
     def wait(self, timeout: float) -> int:
-        """Waits until it has ended.
+        """Waits for its exit.
 
         Raises:
-            subprocess.TimeoutExpired: If it has not within `timeout` seconds.
+            subprocess.TimeoutExpired: If it is still running after `timeout` seconds.
         """
         if self.poll() is None:
             pidfd = os.pidfd_open(self.pid)
@@ -57,7 +57,7 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Without effect once it has ended."""
+        """Does nothing after its exit."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -70,14 +70,14 @@ class Forked:
 
 
 class Process:
-    """A process in a session of its own. A context manager: ends it, and what shares its session.
+    """A process in its own session. A context manager that kills the whole session on exit.
 
     Args:
-        arguments: Of Python: from the script on, or from `-m` or `-c` on.
-        environ: Its environment.
-        cwd: Its folder; None for this process's.
-        prefix: What the command starts with, to run on another host.
-        output: The file for what it prints; None for one that is deleted in the end.
+        arguments: Arguments of Python: the script, `-m` or `-c`, and everything after it.
+        environ: Environment of the process.
+        cwd: Working directory; None for the current one.
+        prefix: Start of the command, to run it on another host.
+        output: File for its output; None for a temporary one.
         is_forked: False to start an ordinary process.
     """
 
@@ -118,10 +118,10 @@ class Process:
         return self._handle.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code.
+        """Returns its exit code.
 
         Raises:
-            AssertionError: If it has not ended in time, with what it has printed.
+            AssertionError: With its output, if it has not exited in time.
         """
         try:
             return self._handle.wait(timeout_s)
@@ -130,7 +130,7 @@ class Process:
             raise AssertionError(f"not ended after {timeout_s:g} s:\n{last}") from None
 
     def output(self) -> str:
-        """What it has printed."""
+        """Returns its output."""
         return self._output.read_text(errors="replace")
 
     def send_signal(self, number: int) -> None:
@@ -173,13 +173,13 @@ def _fork(
 
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a server has to be started with, to fork a process with this environment."""
+    """Returns the settings of a server that can fork a process with this environment."""
     return forking.settings(environ) | forking.start_settings(environ)
 
 
 @functools.cache
 def _server(settings: tuple[tuple[str, str], ...]) -> Server:
-    """One for each environment that TensorFlow and Keras are imported with."""
+    """Returns a server for these settings; there is one per environment of the imports."""
     others = {k: v for k, v in os.environ.items() if k not in _settings(os.environ)}
     marks = {_JOB: uuid.uuid4().hex, _MEMBER: uuid.uuid4().hex, FORK_SERVER: "{}"}
     server = Server([sys.executable], {**others, **dict(settings), **marks})
@@ -191,13 +191,13 @@ def _server(settings: tuple[tuple[str, str], ...]) -> Server:
 
 
 def naming(path: Path) -> list[str]:
-    """The command lines of processes that contain it."""
+    """Returns the command lines of processes that contain a text."""
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = each.read_bytes()
         except OSError:
-            continue  # gone
+            continue  # exited
         if os.fsencode(path) in line:
             found.append(line.replace(b"\0", b" ").decode(errors="replace"))
     return found

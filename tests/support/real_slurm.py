@@ -51,11 +51,11 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YE
 
 
 class Slurm:
-    """Two nodes, and what controls them.
+    """Two nodes and their controller.
 
     Args:
-        folder: For everything that it writes.
-        machines: One for each node, and the one that controls them.
+        folder: Folder for all of its files.
+        machines: One machine per node, and one for the controller.
     """
 
     def __init__(self, folder: Path, machines: list[Machine]) -> None:
@@ -94,17 +94,17 @@ class Slurm:
         self.await_(lambda: self.ask("sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"], 60)
 
     def raise_node(self, node: str) -> None:
-        """Starts a node, for the first time or again."""
+        """Starts or restarts a node."""
         self._nodes[node].mend()
         self._start([*self._inside(self._nodes[node]), "slurmd", "-D", "-N", node])
 
     def drop_node(self, node: str) -> None:
-        """As if its power had failed: everything on it is gone, and its link."""
+        """Simulates a power failure: all processes of the node and its link are gone."""
         self._nodes[node].cut()
         self._kill_all(self._nodes[node])
 
     def submit(self, script: Path, *options: str, cwd: Path, env: Mapping[str, str]) -> str:
-        """The number of the job."""
+        """Returns the number of the job."""
         command = ["sbatch", "--parsable", f"--output={cwd}/%j.out", *options, str(script)]
         return self.ask(*command, cwd=cwd, env=env).strip()
 
@@ -113,7 +113,7 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
     def await_state(self, job: str, state: str, secs: float = 120, restarts: int = 0) -> None:
-        """Until the job, which Slurm has started again this often, is in a state."""
+        """Waits until the job, restarted this many times by Slurm, is in a state."""
 
         def is_so() -> bool:
             found = self.state(job)
@@ -122,7 +122,7 @@ class Slurm:
         self.await_(is_so, secs, lambda: f"{state} with {restarts} restarts: {self.state(job)}")
 
     def tries(self, *command: str) -> bool:
-        """Whether Slurm does it, which it may refuse for a moment."""
+        """Returns True if Slurm accepts a request, which it may refuse for a short time."""
         command = (*self._inside(self._control), *command)
         done = subprocess.run(command, env=self._environ(None), capture_output=True, timeout=60)
         return done.returncode == 0
@@ -174,7 +174,8 @@ class Slurm:
         return {"PATH": paths, **(env or {}), "SLURM_CONF": str(self._folder / "slurm.conf")}
 
     def _inside(self, machine: Machine) -> list[str]:
-        """Before a command that runs on it, and knows the names of all nodes."""
+        """Returns the start of a command that runs on a machine and knows the names of all
+        nodes."""
         # `ip netns exec` would hide /sys/fs/cgroup.
         space = machine.prefix[-1]
         names = f"mount --bind '{self._folder}/hosts' /etc/hosts && exec \"$@\""
@@ -197,7 +198,7 @@ class Slurm:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Skips the test where its programs are not installed."""
+    """Skips the test if Slurm's programs are not installed."""
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin"
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     if absent:
@@ -210,6 +211,6 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 
 def job_environment(python: Path) -> dict[str, str]:
-    """What `sbatch` hands on to the job: `python` is the one in this folder."""
+    """Returns the job's environment from `sbatch`: `python` is the one in this folder."""
     env = environment()
     return env | {"PATH": f"{python}:{env['PATH']}", "ROOT": str(ROOT)}

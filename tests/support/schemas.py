@@ -14,7 +14,7 @@ FOLDER = Path(os.environ.get("CRDS", ROOT.parent / "shared" / "crds"))
 
 
 def schema_of(kind: str, version: str) -> dict[str, Any]:
-    """Skips the test where the schemas are not there."""
+    """Returns a schema. Skips the test if the schemas are missing."""
     path = FOLDER / f"{kind.lower()}.{version}.json"
     if not path.exists():
         pytest.skip(f"no {path}: set CRDS to a folder with the schemas of the resources")
@@ -22,7 +22,7 @@ def schema_of(kind: str, version: str) -> dict[str, Any]:
 
 
 def strict(schema: Any) -> Any:
-    """As JSON Schema, with no properties that it does not name."""
+    """Converts a schema to a JSON Schema that forbids unnamed properties."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):

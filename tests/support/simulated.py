@@ -1,8 +1,8 @@
-"""Thousands of workers in one process, which run the package's own code in a time of their own.
+"""Thousands of workers in one process, which run the package's own code in simulated time.
 
-Each worker is a thread, of which one runs at a time: the one whose time is the earliest. What they
-ask of the coordination service and of the store takes modelled time, and is counted. What they
-compute takes none.
+Every worker is a thread, and only one of them runs at a time: the one with the earliest time.
+Requests to the coordination service and to the store take modeled time, and are counted.
+Computation takes no time.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _FEW_BYTES = 1024
 
 
 class _Over(BaseException):
-    """Ends the thread of a process that nobody waits for any more."""
+    """Ends the thread of a process that is no longer needed."""
 
 
 def _closed() -> threading.Lock:
-    """What one waits at until another one releases it, once: faster than a semaphore."""
+    """A lock for a single wait that another thread ends: faster than a semaphore."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class Process:
-    """What a worker does, or a thread of it. Like a `threading.Thread` to who started it."""
+    """A worker, or a thread of it, with the interface of `threading.Thread`."""
 
     def __init__(self, clock: Clock, worker: int, act: Callable[[], object]) -> None:
         self._clock = clock
         self.worker = worker
         self.act = act
         self.turn = _closed()
-        self.ticket = 0  # of what it waits for
+        self.ticket = 0  # the event that it waits for
         self.is_over = False
         self.joined_by: list[Process] = []
 
@@ -58,7 +58,7 @@ class Process:
 
 
 class Clock:
-    """The time of a simulation. Only the running process may call its methods, but for `run`."""
+    """The clock of a simulation. Only the running process may call its methods, except `run`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -83,7 +83,7 @@ class Clock:
         return process
 
     def run(self) -> float:
-        """Lets all go on until none can. Returns the time that has passed."""
+        """Runs all processes until none can continue. Returns the elapsed time."""
         begun_s = self.now_s
         self._hand_over()
         self._done.acquire()
@@ -92,7 +92,7 @@ class Clock:
         return self.now_s - begun_s
 
     def end(self) -> None:
-        """Ends who still waits for what does not come."""
+        """Ends processes that still wait."""
         self._is_over = True
         for each in self._all:
             if not each.is_over:
@@ -103,7 +103,7 @@ class Clock:
         self._let_others_run()
 
     def park(self, timeout_s: float | None = None) -> None:
-        """Until somebody wakes this one, or the time is over."""
+        """Waits until another process wakes this one, or until the timeout."""
         if timeout_s is not None:
             self._wake_at(self.now_s + timeout_s, self.running)
         self._let_others_run()
@@ -120,7 +120,7 @@ class Clock:
             process.turn.acquire()
         if self._is_over:
             raise _Over
-        process.ticket += 1  # whatever else was to wake it comes too late
+        process.ticket += 1  # other wake-ups come too late
 
     def _hand_over(self) -> Process | None:
         before = self._running
@@ -156,7 +156,7 @@ class Clock:
 
 @dataclass
 class Traffic:
-    """What was asked for: how often each, and how many bytes went to and fro."""
+    """Requests by kind: their number, and the bytes in both directions."""
 
     messages: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
@@ -168,13 +168,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a coordination service takes.
+    """The costs of a coordination service.
 
     Args:
-        round_trip_s: The network's, from a worker to the service and back.
-        message_s: For a message and its answer. The service does one after the other. It is what
-            `benchmarks/scale.py --measure` found of TensorFlow's, with the part of who asks in it.
-        bytes_per_s: What it can take and send, from the same place.
+        round_trip_s: Network latency from a worker to the service and back, in seconds.
+        message_s: Seconds per message and answer, which the service processes one by one: as
+            measured for TensorFlow's by `benchmarks/scale.py --measure`, including the client's
+            part.
+        bytes_per_s: Throughput of the service, from the same measurement.
     """
 
     round_trip_s: float = 0.0002
@@ -183,7 +184,7 @@ class Costs:
 
 
 class Service:
-    """A coordination service: `KeyValues` of the package."""
+    """A coordination service: the package's `KeyValues`."""
 
     def __init__(self, clock: Clock, workers: int, costs: Costs) -> None:
         self.traffic = Traffic()
@@ -196,7 +197,7 @@ class Service:
         self._there: dict[str, list[Process]] = {}
 
     def put(self, key: str, value: str) -> None:
-        assert self.put_first(key, value), f"{key} is told twice"
+        assert self.put_first(key, value), f"{key} is sent twice"
 
     def put_first(self, key: str, value: str) -> bool:
         self._arrive("put", len(key) + len(value))
@@ -247,21 +248,21 @@ class Service:
         self._free_s = begin_s + self._costs.message_s + size / self._costs.bytes_per_s
 
     def _answered_s(self, size: int = 0) -> float:
-        """When an answer, the next that the service gives, has come."""
+        """Returns the arrival time of the service's next answer."""
         self._free_s = max(self._free_s, self._clock.now_s) + size / self._costs.bytes_per_s
         return self._free_s + self._costs.round_trip_s / 2
 
 
 @dataclass(frozen=True)
 class StoreCosts:
-    """What an object store takes.
+    """The costs of an object store.
 
     Args:
-        first_byte_s: Of each request.
-        bytes_per_s: Of each connection; there is no limit for all.
-        reads_per_s: Of one prefix, listings among them; more wait.
-        writes_per_s: Of one prefix, copies and deletions among them.
-        page: Names that a listing gives at once.
+        first_byte_s: Latency of every request, in seconds.
+        bytes_per_s: Throughput of every connection; the total is unlimited.
+        reads_per_s: Reads and listings per second for one prefix; others wait.
+        writes_per_s: Writes, copies and deletions per second for one prefix.
+        page: Number of names in a response to a listing.
     """
 
     first_byte_s: float = 0.03
@@ -272,13 +273,13 @@ class StoreCosts:
 
 
 class Bucket:
-    """A distant store that all workers share: `Files` of the package, of one prefix.
+    """A remote store that all workers share: the package's `Files`, for one prefix.
 
     Args:
-        clock: The time.
-        costs: What it takes.
-        stand_for: How many bytes each byte of an array's file stands for.
-        also: By the end of a path: bytes that count for more than those of the file.
+        clock: The clock.
+        costs: Costs of the store.
+        stand_for: Number of bytes that every byte of an array file stands for.
+        also: Additional bytes of files, by the end of their paths.
     """
 
     def __init__(
@@ -316,15 +317,17 @@ class Bucket:
 
 
 class FilesOfWorker:
-    """What one worker sees of a `Bucket`. Like `RemoteFiles`, it knows the sizes of files that it
-    has listed, or asked for."""
+    """A worker's view of a `Bucket`. Like `RemoteFiles`, it caches sizes of files.
+
+    These are known from listings and requests.
+    """
 
     traits = Traits(file_bytes=32 * 2**20, at_once=1, is_near=False)
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._sizes: dict[str, int] = {}
-        self._owed = 0  # requests for a few bytes, of which nobody's turn depends
+        self._owed = 0  # small requests, which never queue
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         body = b"".join(parts)
@@ -352,7 +355,7 @@ class FilesOfWorker:
             self._bucket.ask("GET", "read", self._bucket.size_of(path, count), 1 + self._owed)
             self._owed = 0
         elif count:
-            self._owed += 1  # asked for with those behind them, which is faster to simulate
+            self._owed += 1  # combined with later ones, which makes the simulation faster
         return count
 
     def size(self, path: str) -> int:
@@ -376,11 +379,13 @@ class FilesOfWorker:
 
     def delete(self, path: str) -> None:
         gone = [each for each in self._bucket._files if f"{each}/".startswith(f"{path}/")]
-        # Of a thousand at once, as of S3.
+        # A thousand at a time, as in S3.
         self._bucket.ask("DELETE", "write", times=1 + len(gone) // self._bucket._costs.page)
         for each in gone:
             del self._bucket._files[each]
-            while each and not self._bucket._folders.get(each):  # an object store has no empty ones
+            while each and not self._bucket._folders.get(
+                each
+            ):  # object stores have no empty folders
                 folder, _, name = each.rpartition("/")
                 self._bucket._folders[folder].pop(name)
                 each = folder
@@ -393,7 +398,7 @@ class FilesOfWorker:
 
 
 class _Questions:
-    """Every worker is a process of its own, which counts for itself."""
+    """Counters per worker, because every worker is its own process."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -406,7 +411,7 @@ class _Questions:
 
 @contextmanager
 def simulation() -> Iterator[Clock]:
-    """A time in which threads of the package are processes, each of its worker."""
+    """A simulation in which the package's threads are processes of their workers."""
     clock = Clock()
     stack_bytes = threading.stack_size(_STACK_BYTES)
 
@@ -417,7 +422,7 @@ def simulation() -> Iterator[Clock]:
         patched.enter_context(mock.patch.object(listeners, "in_background", in_background))
         patched.enter_context(mock.patch.object(listeners, "close_at_exit"))
         patched.enter_context(mock.patch.object(channel, "_questions", _Questions(clock)))
-        # One after the other, in the thread that asks.
+        # Sequentially, in the calling thread.
         patched.enter_context(mock.patch.object(checkpoint_store, "_READERS", 1))
         try:
             yield clock

@@ -1,4 +1,4 @@
-"""A program that stands in for Slurm's `scontrol`."""
+"""A mock of Slurm's `scontrol`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 class FakeSlurm:
-    """Records what `scontrol` is asked to do.
+    """Records the requests to `scontrol`.
 
     Args:
-        folder: Where the program is.
-        then: What it does next, in sh.
-        shown: What it shows of the job.
+        folder: Folder of the program.
+        then: Shell commands that it runs next.
+        shown: Output of `scontrol show`.
     """
 
     def __init__(self, folder: Path, then: str = "", shown: str = "JobState=RUNNING") -> None:

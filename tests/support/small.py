@@ -1,4 +1,4 @@
-"""The smallest model and data on which a resumed run can go wrong. Loads TensorFlow."""
+"""The smallest model and data that reveal errors of a resumed run. Loads TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from keras_distplug.checkpoint import opening, saver
 
 X = np.random.default_rng(0).normal(size=(30, 4)).astype("float32")
 Y = (X[:, :1] ** 2).astype("float32")
-BATCHES = 4  # of 8, the last of 6
+BATCHES = 4  # batches of 8; the last one has 6
 counted = 0  # a number that tests may change
 
 
 class Interrupted(Exception):
-    """What a test throws out of training."""
+    """The exception by which tests interrupt training."""
 
 
 class Watching(keras.callbacks.Callback):
-    """Has no state: what it has seen is of this process alone."""
+    """A stateless callback: its records belong to this process only."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -32,7 +32,7 @@ class Watching(keras.callbacks.Callback):
 
 
 class Stop(Watching):
-    """Interrupts training, once, after some batches of some epoch. Counts all batches."""
+    """Interrupts training once, after a number of batches in an epoch. Counts all batches."""
 
     def __init__(self, epoch: int = -1, batch: int = 0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Stop(Watching):
 
 
 def start_process() -> None:
-    """What a test does from here on counts as another process."""
+    """Makes the test's subsequent actions count as another process."""
     saver.wait_for_all()
     opening.finished_here.clear()
 
@@ -93,5 +93,5 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def state(trained: keras.Model) -> list[bytes]:
-    """Every variable's bits."""
+    """Returns the bits of all variables."""
     return [v.numpy().tobytes() for v in [*trained.variables, *trained.optimizer.variables]]

@@ -1,4 +1,4 @@
-"""When a test runs: with every `pytest`, in CI as well, each night, or by hand for hours."""
+"""Stages of tests: with every `pytest`, also in CI, every night, or by hand for hours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 STAGES = ("default", "ci", "nightly", "soak")
-ALL_STAGES = pytest.StashKey[dict[str, str]]()  # of every test that was collected
+ALL_STAGES = pytest.StashKey[dict[str, str]]()  # of all collected tests
 
 _FILE = tomllib.loads((Path(__file__).parents[1] / "promises.toml").read_text())
 PROMISES, NIGHTLY = _FILE["promise"], frozenset(_FILE["nightly"])
@@ -17,9 +17,12 @@ _SLOW = ("tf", "cluster", "stores")
 
 
 def stage_of(item: pytest.Item) -> str:
-    """The one that a test is marked with; else the first one, unless it loads TensorFlow, or starts
-    workers or servers, and `promises.toml` does not name it there."""
-    if item.nodeid in _PROOFS:  # this very case of it
+    """Returns a test's marked stage, or else the first stage.
+
+    A test that loads TensorFlow, or starts workers or servers, is in the second stage unless
+    `promises.toml` names it in the first one.
+    """
+    if item.nodeid in _PROOFS:  # this exact case
         return STAGES[0]
     if marked := [stage for stage in STAGES if item.get_closest_marker(stage)]:
         return marked[-1]

@@ -1,5 +1,4 @@
-"""`keras-distplug`, run by a forked process: its fork server is a fork of itself, and ready from
-the first start on."""
+"""`keras-distplug` in a forked process. Its fork server is a fork of itself, ready immediately."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ if __name__ == "__main__":
             fork_server.guard.note_child(server_pid)
 
         def close(self) -> str:
-            self._connection.close()  # at which the server ends
+            self._connection.close()  # where the server ends
             self._process.wait()
             return ""
 

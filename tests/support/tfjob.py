@@ -1,4 +1,4 @@
-"""Stands in for Kubeflow's operator and a kubelet: the pods of a TFJob are processes here."""
+"""A mock of Kubeflow's operator and a kubelet: the pods of a TFJob are local processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from support.watched import Watched, first_to_end, until
 
 
 class FakeOperator:
-    """Runs the workers of a TFJob, and starts them again as its restartPolicy says.
+    """Runs the workers of a TFJob, and restarts them according to its restartPolicy.
 
-    Each pod keeps its address, as its service would. The image is this machine's Python; its
-    working folder, and what the volumes are, come from the test.
+    Every pod keeps its address, like its service. The image is this machine's Python; the test
+    provides its working directory and volumes.
 
     Args:
-        job: The TFJob, as its YAML says.
-        working_folder: Of the image.
+        job: The TFJob, as parsed from YAML.
+        working_folder: Working directory of the image.
         volumes: Folders by the names of the job's volumes.
-        more: Arguments behind those of the job.
+        more: Additional arguments.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class FakeOperator:
         self._more = more
         self._addresses = [f"127.0.0.1:{port}" for port in free_ports(self._workers["replicas"])]
         self.pods = [self._start(index) for index in range(len(self._addresses))]
-        self.ended: list[tuple[int, int]] = []  # which pod, with which code
+        self.ended: list[tuple[int, int]] = []  # pod and exit code
         self.printed = ["" for _ in self.pods]
 
     def run(self, timeout_s: float) -> str:
-        """Until the job is "Succeeded" (all workers) or "Failed"."""
+        """Waits until the job is "Succeeded" (all workers) or "Failed"."""
         end_s = time.monotonic() + timeout_s
         done: set[int] = set()
         while len(done) < len(self.pods):

@@ -1,4 +1,4 @@
-"""Which samples `tests/workers/samples.py` trained on in each step, whoever did it."""
+"""The samples that `tests/workers/samples.py` trained on in every step, on any worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Steps = dict[int, list[int]]
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of the script: how many workers, of how many replicas, and the kill that ends it.
+    """A start of the script: its workers, their replicas, and the kill that ends it.
 
     `kill` is `worker:epoch:batch`, or empty.
     """
@@ -30,28 +30,31 @@ class Attempt:
 
 
 def noted(folder: Path, attempt: Attempt, number: int) -> Steps:
-    """The samples of each global batch, in their order, by the step that trained on it."""
+    """Returns the ordered samples of every global batch, by the step that trained on it."""
     parts: dict[int, dict[int, list[int]]] = {}
     for worker in range(attempt.workers):
         for line in (folder / f"samples-{number}-{worker}").read_text().splitlines():
             step, replica, *samples = map(int, line.split())
             assert replica not in parts.setdefault(step, {})
             parts[step][replica] = samples
-    # TensorFlow deals the parts of a batch out to the workers in turn.
+    # TensorFlow distributes the parts of a batch to the workers in turn.
     order = sorted(
         range(attempt.workers * attempt.devices),
         key=lambda replica: (replica % attempt.devices, replica // attempt.devices),
     )
     return {
-        # Of the last step of a killed attempt a worker may have noted nothing.
+        # In the last step of a killed attempt, a worker may have recorded nothing.
         step: [sample for replica in order for sample in of_replicas.get(replica, ())]
         for step, of_replicas in sorted(parts.items())
     }
 
 
 def trained(folder: Path, attempts: Sequence[Attempt]) -> Steps:
-    """The steps that count: each attempt resumes the one before in mid-epoch, and repeats what that
-    one trained after its last checkpoint."""
+    """Returns the steps that count.
+
+    Every attempt resumes the previous one mid-epoch, and repeats its steps after the last
+    checkpoint.
+    """
     noted_of = [noted(folder, attempt, number) for number, attempt in enumerate(attempts)]
     begins = [min(steps) for steps in noted_of]
     assert all(begin % BATCHES for begin in begins[1:])
@@ -63,7 +66,7 @@ def trained(folder: Path, attempts: Sequence[Attempt]) -> Steps:
 
 
 def assert_close(outcome: Mapping[str, np.ndarray], end: Mapping[str, np.ndarray]) -> None:
-    """The same but for rounding."""
+    """Checks equality, except for rounding."""
     assert outcome.keys() == end.keys()
     for name, array in end.items():
         np.testing.assert_allclose(outcome[name], array, rtol=1e-4, atol=1e-6, err_msg=name)

@@ -1,4 +1,4 @@
-"""Processes whose output a test reads as it comes."""
+"""Processes whose output a test reads while they run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 
 class Watched:
-    """A process in a session of its own.
+    """A process in its own session.
 
     Args:
-        command: What to run.
-        env: Its whole environment.
-        cwd: Its working folder.
+        command: Command to run.
+        env: Its complete environment.
+        cwd: Working directory.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
@@ -46,13 +46,13 @@ class Watched:
         return self._text
 
     def wait_for(self, text: str, timeout_s: float) -> None:
-        """Until it has printed `text`, which has to come."""
+        """Waits until it has printed `text`, which it must."""
         with self._more:
             self._more.wait_for(lambda: text in self._text or self._is_over, timeout_s)
         assert text in self._text, f"{text!r} never came:\n{self._text}"
 
     def await_(self, happens: Callable[[], object], timeout_s: float) -> None:
-        """For what it does besides printing."""
+        """Waits for a condition other than its output."""
         end_s = time.monotonic() + timeout_s
         while not happens():
             assert not self._is_over, f"it has ended:\n{self._text}"
@@ -60,13 +60,13 @@ class Watched:
             time.sleep(0.05)
 
     def code(self, timeout_s: float) -> int:
-        """How it has ended, as a shell puts it: 128 + n for a death by signal n."""
+        """Returns its exit code as in a shell: 128 + n for a death by signal n."""
         code = self._process.wait(timeout_s)
         self._reader.join(timeout_s)
         return code if code >= 0 else 128 - code
 
     def kill(self) -> None:
-        """With all that it has started and not put into sessions of their own."""
+        """Kills it with all processes of its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -86,7 +86,7 @@ class Watched:
 
 
 def first_to_end(processes: Sequence[Watched], timeout_s: float) -> Watched:
-    """Waits for one of them."""
+    """Waits for the first of them to exit."""
     with contextlib.ExitStack() as stack:
         files = {}
         for process in processes:
@@ -100,5 +100,5 @@ def first_to_end(processes: Sequence[Watched], timeout_s: float) -> Watched:
 
 
 def until(end_s: float) -> float:
-    """What is left of the time until `time.monotonic()` is `end_s`."""
+    """Returns the time left until `time.monotonic()` reaches `end_s`."""
     return max(0.0, end_s - time.monotonic())

@@ -1,4 +1,4 @@
-"""Who a process of a job is. Loads nothing."""
+"""The identity of a process in its job. Loads nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 def own_name() -> str:
-    """Of this process, as the supervisor has it."""
+    """Returns this process's name, as the supervisor knows it."""
     task = _tf_config().get("task", {"type": "worker", "index": 0})
     return f"{task['type']}-{task['index']}"
 
 
 def sign_in(folder: Path) -> None:
-    """So that a chief beside parameter servers finds this process."""
+    """Registers this process, so that the chief of a job with parameter servers can find it."""
     (folder / f"pid-{own_name()}").write_text(str(os.getpid()))
 
 
 def workers() -> int:
-    """How many there are."""
+    """Returns the number of workers."""
     return len(_tf_config().get("cluster", {}).get("worker", ["alone"]))
 
 

@@ -1,9 +1,8 @@
-"""Trains again and again on two workers of which one is about to do something else, and tells how
-that went.
+"""Trains repeatedly on two workers, one of which differs, and reports the outcomes.
 
     python disagree.py FOLDER
 
-Writes FOLDER/<worker>.json: the error, or None, for each kind of difference in each way of use.
+Writes FOLDER/<worker>.json: the error, or None, for every kind of difference and every way of use.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ EVERYWHERE = (
     "class_weight",
 )
 KINDS = {
-    # A model with other shapes cannot be made in the scope: its variables are of all workers.
+    # A model with other shapes cannot be created in the scope: its variables belong to all workers.
     "distributed_fit": ("units", "activation", *EVERYWHERE, "seed", "learning_rate", "own part"),
     "fit": (*EVERYWHERE, "seed", "learning_rate", "own part"),
 }

@@ -1,10 +1,10 @@
-"""Trains, and is killed at random moments.
+"""Trains, and is killed at random times.
 
     python exact.py FOLDER SETUP SEED [CONTROL]
 
-SETUP: single, mirrored, or multi_worker. SEED: changes what is trained, by its being odd or even.
-CONTROL: what is not restored, so that the comparison has to fail: `seeds`, `metrics`, or `replicas`
-for those of all replicas but the first. What kills it stands in FOLDER/faults.json.
+SETUP: single, mirrored, or multi_worker. SEED: an odd or even one selects the training. CONTROL:
+the state that is not restored, so that the comparison must fail: `seeds`, `metrics`, or `replicas`
+for those of all replicas except the first. FOLDER/faults.json lists the kills.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from keras_distplug.checkpoint import own_states  # noqa: E402
 
 
 def control_experiment() -> None:
-    """Leaves out what the comparison has to miss then."""
+    """Skips the restore of a state, which the comparison must notice."""
     if control == "metrics":
         own_states.restore_existing = lambda *args, **kwargs: None
     elif control == "replicas":
@@ -97,7 +97,7 @@ def data(samples: int) -> tf.data.Dataset:
 
 control_experiment()
 callbacks = [
-    # The labels are noise: the best epoch is one of the first by `val_loss`, the last by `loss`.
+    # The labels are noise: the best epoch by `val_loss` is an early one, by `loss` the last.
     keras.callbacks.EarlyStopping(
         "loss" if seed % 2 else "val_loss", patience=EPOCHS - 1, restore_best_weights=True
     ),

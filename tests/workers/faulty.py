@@ -1,13 +1,12 @@
-"""Trains, and is done the harm that FOLDER/faults.json says.
+"""Trains, with the faults in FOLDER/faults.json.
 
     python faulty.py FOLDER WAY
 
-WAY: distributed_fit, plain_fit, in_epoch or plain_in_epoch for the same with a checkpoint behind
-each batch, or local_tier for a distributed_fit with local checkpoints at each epoch's end and no
-others. An epoch has 3 batches.
-KERAS_DISTPLUG_TEST_LATE: a worker whose data come late, in plain_fit; and Keras' TensorBoard writes
-beside the runs then.
-KERAS_DISTPLUG_TEST_STORE: where the checkpoints go, as JSON: a URL and its storage options.
+WAY: distributed_fit, plain_fit, in_epoch or plain_in_epoch for the same with a checkpoint after
+every batch, or local_tier for a distributed_fit with only local checkpoints, at the end of every
+epoch. An epoch has 3 batches. KERAS_DISTPLUG_TEST_LATE: a worker whose data is late, in plain_fit;
+Keras' TensorBoard then writes to the directory of the runs. KERAS_DISTPLUG_TEST_STORE: location of
+the checkpoints, as JSON: a URL and its storage options.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from support.harm import Harm  # noqa: E402
 EPOCHS = 4
 LATE = os.environ.get("KERAS_DISTPLUG_TEST_LATE")
 LATE_S = 0.3
-# What these know decides the end, too.
+# Their state also determines the result.
 KNOWING = [
     keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
     keras.callbacks.ReduceLROnPlateau("accuracy", mode="max", patience=2),
 ]
-# And these write files, which are the chief's.
+# These write files, on the chief only.
 WRITING = [
     keras.callbacks.CSVLogger(folder / "log.csv"),
     keras.callbacks.ModelCheckpoint(
@@ -57,7 +56,7 @@ directory, storage_options = json.loads(
 
 
 def later(x, y, weight):
-    """The same batch, if this worker is the one, after a while."""
+    """Returns the same batch, with a delay on one of the workers."""
 
     def wait(x):
         time.sleep(LATE_S)

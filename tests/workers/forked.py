@@ -1,4 +1,4 @@
-"""`test_forked_workers.py` runs this by `keras-distplug run`: FOLDER none|kill"""
+"""The script of `test_forked_workers.py`, for `keras-distplug run`: FOLDER none|kill"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-if sys.argv[2] == "kill":  # the fork server has to know it, for it is read on import
+if sys.argv[2] == "kill":  # the fork server must know it, because it is read on import
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
@@ -23,7 +23,7 @@ index = strategy.cluster_resolver.task_id if strategy.num_replicas_in_sync > 1 e
 
 
 def is_server_ready() -> bool:
-    """Whether the supervisor's fork server waits for what it is asked for."""
+    """Returns True while the supervisor's fork server waits for requests."""
     names = Path("/proc").glob("[0-9]*/comm")
     supervisor = os.getppid()
     for name in names:

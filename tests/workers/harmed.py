@@ -1,9 +1,9 @@
-"""Trains with all that watches over a training, while the faults of a job do it harm.
+"""Trains with all watchdogs, under the faults of a job.
 
     python harmed.py FOLDER
 
-FOLDER/job.json says how (`support/harmed.py`). Each process that trains writes
-FOLDER/outcome-WORKER.npz in the end.
+FOLDER/job.json has the parameters (`support/harmed.py`). Every process that trains finally writes
+FOLDER/outcome-WORKER.npz.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from support.where import own_name, sign_in
 
 folder = Path(sys.argv[1])
-sign_in(folder)  # a process that serves stays in the first import of the package
+sign_in(folder)  # a serving process stays in the first import of the package
 
 from support.harmed import Job  # noqa: E402
 
@@ -35,11 +35,11 @@ strategy = kd.init("mirrored" if job.set_up.replicas > 1 else "auto")
 
 from support.harm import Harm  # noqa: E402
 
-STEP_SECS, SAVE_SECS = 10, 15  # of which a busy machine takes some
+STEP_SECS, SAVE_SECS = 10, 15  # of which a busy machine causes some
 
 
 class Batches(keras.utils.PyDataset):
-    """Noise."""
+    """Noise as a dataset."""
 
     def __len__(self):
         return job.batches
@@ -50,14 +50,16 @@ class Batches(keras.utils.PyDataset):
 
 
 def at_servers() -> tf.data.Dataset:
-    """The same for workers that compute beside parameter servers: no Python runs there."""
+    """The same for workers of a job with parameter servers, which cannot run Python."""
     whole = tf.data.Dataset.from_tensor_slices((X, Y, WEIGHT))
     return whole.batch(job.global_batch).repeat()
 
 
 class Enough(keras.callbacks.Callback):
-    """Ends the training behind one epoch on all workers, some time after FOLDER/enough is there.
-    That cannot be the present one, or the next, which some may have begun."""
+    """Ends training on all workers after the same epoch, some time after FOLDER/enough appears.
+
+    It is not the current epoch or the next one, which some workers may have started.
+    """
 
     def on_epoch_end(self, epoch, logs=None):
         last = folder / "last_epoch"
@@ -102,7 +104,7 @@ early = keras.callbacks.EarlyStopping("loss", patience=10_000, restore_best_weig
 history = kd.distributed_fit(
     build,
     at_servers() if job.set_up.servers else Batches(),
-    shuffle=False,  # a batch's number is its place
+    shuffle=False,  # a batch's number is its position
     steps_per_epoch=job.batches if job.set_up.servers else None,
     epochs=job.epochs,
     validation_data=VALIDATION,

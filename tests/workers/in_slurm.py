@@ -1,5 +1,7 @@
-"""What examples/slurm/train.sbatch starts as examples/train.py, with steps that take their time
-while the file `hold` is in the working folder."""
+"""A substitute for examples/train.py in examples/slurm/train.sbatch.
+
+Its steps are slow while the working directory contains the file `hold`.
+"""
 
 from __future__ import annotations
 

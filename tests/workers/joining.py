@@ -1,9 +1,9 @@
-"""Joins a cluster, each worker in its own way, and builds a model there.
+"""Joins a cluster, with every worker in a different way, and builds a model.
 
     python joining.py HOW...
 
-HOW, one for each worker: `init` (`kd.init()`), `own` (the script makes the strategy), `early`
-(fails before `kd.init()`) or `joined` (fails after it).
+HOW, one per worker: `init` (`kd.init()`), `own` (the script creates the strategy), `early` (fails
+before `kd.init()`) or `joined` (fails after it).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """laptop.py SYSTEM FOLDER interrupted|resumed: trains as on another operating system.
 
-Takes away what macOS or Windows lack, before the package is imported. What they have but do
-differently stays: paths, and how files are locked and flushed.
+Before the package is imported, it removes features that macOS or Windows lack. Features with
+different behavior remain unchanged: paths, and the locking and flushing of files.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ WINDOWS = {
     select: "poll",
     time: "clock_gettime CLOCK_MONOTONIC CLOCK_THREAD_CPUTIME_ID pthread_getcpuclockid",
 }
-FORBIDDEN = set('<>:"\\|?*')  # in names of files on Windows
+FORBIDDEN = set('<>:"\\|?*')  # in file names on Windows
 
 
 def become(system: str) -> None:
-    """Takes names and /proc away from this process."""
+    """Hides names and /proc from this process."""
     for lost in (MACOS, WINDOWS) if system == "Windows" else (MACOS,):
         for module, names in lost.items():
             for name in names.split():
@@ -64,7 +64,7 @@ def become(system: str) -> None:
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends a training in the middle of its second epoch."""
+    """Interrupts a training in the middle of its second epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.model.optimizer.iterations.numpy() == 11:
@@ -83,7 +83,7 @@ def train(*callbacks: keras.callbacks.Callback) -> list[np.ndarray]:
 
 
 def commands(folder: Path) -> None:
-    """The commands and the tab work on the run; the supervisor says why it does not run here."""
+    """The commands and the tab handle the run; the supervisor explains why it cannot run here."""
     from keras_distplug.cli import main
     from keras_distplug.tensorboard_plugin.plugin import Plugin
 

@@ -1,15 +1,15 @@
-"""Trains until a worker is lost, as FOLDER/faults.json says, and says how it ended.
+"""Trains until a worker is lost (FOLDER/faults.json), and reports the exit.
 
     python lost.py FOLDER WAY [save | wait | catch]...
 
-WAY is how the package is used: `own` (a strategy of the script, callbacks on the line of `fit`),
-`init` (`kd.init()`, and `fit`), `distributed` (`kd.init()`, and `distributed_fit`) or `late`
-(`distributed_fit` alone).
+WAY: use of the package: `own` (a strategy of the script, callbacks in the call of `fit`), `init`
+(`kd.init()`, and `fit`), `distributed` (`kd.init()`, and `distributed_fit`) or `late` (only
+`distributed_fit`).
 
-An epoch has 3 batches. save: a checkpoint behind each of them, for which the workers wait for each
-other. wait: behind the step of the fault all are in a function of their own until TensorFlow has
-noticed. catch: the error is caught, and the code is 7. A fault at the end comes before `evaluate`
-and `predict`. A `cut` waits for FOLDER/cut: whoever runs the job cuts the link.
+An epoch has 3 batches. save: a checkpoint after every batch, for which the workers wait for each
+other. wait: after the step of the fault, all workers are in a function of the script until
+TensorFlow has noticed. catch: the error is caught, and the exit code is 7. A fault at the end
+occurs before `evaluate` and `predict`. A `cut` waits for FOLDER/cut: the test then cuts the link.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def await_fired() -> None:
 def await_cut() -> None:
     end = time.monotonic() + 30
     while not (folder / "cut").exists():
-        assert time.monotonic() < end, "nobody has cut the link"
+        assert time.monotonic() < end, "the link has not been cut"
         time.sleep(0.01)
 
 

@@ -1,10 +1,10 @@
-"""Runs rows of the matrix in one set-up, and writes what comes out of each.
+"""Runs rows of the matrix in a setup, and writes their results.
 
     python matrix.py SETUP FOLDER
 
-FOLDER holds names.json, the rows to run. SETUP: "reference" (plain Keras, one process) or the name
-of a strategy. Every row leaves `<number>-<worker>.npz`, or `.error` where it was refused or failed.
-KERAS_DISTPLUG_TEST_DEVICES: logical CPU devices of each worker.
+FOLDER/names.json lists the rows. SETUP: "reference" (plain Keras, one process) or the name of a
+strategy. Every row leaves `<number>-<worker>.npz`, or `.error` if it was refused or failed.
+KERAS_DISTPLUG_TEST_DEVICES: number of logical CPU devices per worker.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write(stem: Path, row: Row, replicas: int) -> None:
     faulthandler.dump_traceback_later(ROW_TIMEOUT_S, exit=True)
     try:
         found = row.reference(row, replicas) if setup == "reference" and row.reference else run(row)
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is this row's outcome)
+    except Exception as error:  # noqa: BLE001 (any error is the outcome of this row)
         stem.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
         traceback.print_exc()
     else:

@@ -1,4 +1,4 @@
-"""Trains with `ReplicaMetrics`, and says what came of it."""
+"""Trains with `ReplicaMetrics`, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKERS = STRATEGY.num_replicas_in_sync
 
 
 class Drifts(keras.callbacks.Callback):
-    """Gives the last worker another value of a bias, in the second epoch."""
+    """Changes a bias on the last worker, in the second epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 1 and RANK == WORKERS - 1:
@@ -37,7 +37,8 @@ class Drifts(keras.callbacks.Callback):
 
 
 def samples(*, same: bool) -> tf.data.Dataset:
-    """Global batches, of which each worker takes its part; or, wrongly, all the same one."""
+    """Returns global batches, from which every worker takes its part, or, wrongly, the same
+    part."""
     x = np.random.default_rng(0).normal(size=(BATCH * BATCHES, 4)).astype("float32")
     made = tf.data.Dataset.from_tensor_slices((x, x[:, :1] * 2)).batch(BATCH)
     if not same:

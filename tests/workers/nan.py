@@ -1,4 +1,4 @@
-"""Trains with and without NaN in the data, on as many workers as TF_CONFIG says."""
+"""Trains with and without NaN in the data, on the workers of TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SHARED = Path(sys.argv[1])
 
 
 def samples(nan_in: Sequence[int] = (), absent: Sequence[int] = ()) -> tf.data.Dataset:
-    """Eight batches.
+    """Returns eight batches.
 
     Args:
-        nan_in: Batches in whose last sample, which is one of the last replica, there is a NaN.
-        absent: Batches that are not there.
+        nan_in: Batches with a NaN in the last sample, which belongs to the last replica.
+        absent: Batches to omit.
     """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(8, BATCH, 6)).astype("float32")
@@ -56,7 +56,7 @@ def model() -> keras.Model:
 
 
 class Ends(keras.callbacks.Callback):
-    """Waits, with each batch, for the save before: which ones there are does not hang on luck."""
+    """Waits in every batch for the previous save, so that the checkpoints are deterministic."""
 
     def __init__(self, backup: kd.BackupAndRestore) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Ends(keras.callbacks.Callback):
 
 
 def trained(name: str, data: tf.data.Dataset, watchdog: kd.NaNWatchdog | None) -> dict[str, Any]:
-    """The bits that come out, and what was told."""
+    """Returns the bits of the weights, and the reports."""
     told: list[str] = []
     culprits: list[list[int]] = []
     callbacks: list[keras.callbacks.Callback] = []

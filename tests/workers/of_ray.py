@@ -1,4 +1,4 @@
-"""Trains what a worker of `examples/ray_train.py` trains, without Ray: of_ray.py FOLDER"""
+"""Trains like a worker of `examples/ray_train.py`, without Ray: of_ray.py FOLDER"""
 
 from __future__ import annotations
 

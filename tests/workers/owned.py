@@ -3,7 +3,7 @@
     python owned.py FOLDER [wait|stop]
 
 An owner counts as dead after a second without a heartbeat. wait: after the ninth step, it waits
-until FOLDER/gate, a named pipe, is opened for writing. stop: it stops itself there, by SIGSTOP.
+until FOLDER/gate, a named pipe, is opened for writing. stop: it stops itself there with SIGSTOP.
 """
 
 from __future__ import annotations

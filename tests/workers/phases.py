@@ -2,10 +2,10 @@
 
     python phases.py FOLDER [KILLED] [LABELS]
 
-KILLED: the name of a process, such as worker-1, that kills itself once, in the second phase.
-LABELS: a number that is added to the labels.
+KILLED: name of a process, such as worker-1, that kills itself once, in the second phase. LABELS: a
+number that is added to the labels.
 
-Each process that trains appends a line `FIT EPOCH BATCH` to FOLDER/batches-NAME, and prints a hash
+Every process that trains appends lines `FIT EPOCH BATCH` to FOLDER/batches-NAME, and prints a hash
 of both models' weights.
 """
 
@@ -27,7 +27,7 @@ import keras_distplug as kd
 folder = Path(sys.argv[1])
 killed = sys.argv[2] if len(sys.argv) > 2 else ""
 added = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
-strategy = kd.init()  # a parameter server, and a worker beside one, stays here
+strategy = kd.init()  # a parameter server and its workers stay here
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = f"{task['type']}-{task['index']}"
 
@@ -35,7 +35,7 @@ X = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
 
 
 class Note(keras.callbacks.Callback):
-    """Notes what is trained, and kills this process once."""
+    """Records the batches, and kills this process once."""
 
     fit, epoch = 0, 0
 
@@ -54,7 +54,7 @@ class Note(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         with (folder / f"batches-{name}").open("a") as file:
             print(self.fit, self.epoch, batch, file=file)
-        # The save after batch 0 is complete: that after batch 1 has waited for it.
+        # The save after batch 0 is complete, because the one after batch 1 has waited for it.
         if name == killed and (self.fit, self.epoch, batch) == (2, 1, 2):
             try:
                 (folder / "killed").touch(exist_ok=False)

@@ -2,8 +2,8 @@
 
     python ray_nodes.py FOLDER replaced|elastic
 
-replaced: two workers; a node is removed in mid-epoch, and another one takes its place.
-elastic: one or two workers; a node is removed in mid-epoch, and one is added in a later epoch.
+replaced: two workers; a node is removed mid-epoch, and another one replaces it. elastic: one or two
+workers; a node is removed mid-epoch, and one is added in a later epoch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TIMEOUT_S = 200
 
 def train(config: dict[str, Any]) -> None:
     with mock.patch("sys.argv", ["samples.py", *config["arguments"]]):
-        # Waits to be ended with its node, or to be ended by Ray.
+        # Waits until it is killed with its node, or by Ray.
         runpy.run_path(config["script"], {"end": Event().wait})
 
 
 def await_kills(folder: Path, count: int) -> None:
     end_s = time.monotonic() + TIMEOUT_S
     while not (folder / "kills").exists() or (folder / "kills").read_text().count("\n") < count:
-        assert time.monotonic() < end_s, f"attempt {count} has not come to its end"
+        assert time.monotonic() < end_s, f"attempt {count} has not exited"
         time.sleep(0.05)
 
 
@@ -49,7 +49,7 @@ def change_nodes(cluster: Cluster, nodes: list[Any], folder: Path, kind: str) ->
 
 
 def main(folder: Path, kind: str) -> None:
-    # Nothing runs on the first node, which cannot be removed.
+    # The first node, which cannot be removed, runs no worker.
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )
@@ -70,7 +70,7 @@ def main(folder: Path, kind: str) -> None:
                 storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=5)
             ),
         )
-        # A node is added in the main thread only, because of its signal handlers.
+        # A node can only be added in the main thread, because of its signal handlers.
         with ThreadPoolExecutor(1) as pool:
             trained = pool.submit(trainer.fit)
             change_nodes(cluster, nodes, folder, kind)

@@ -1,9 +1,10 @@
-"""Trains with something that cannot be.
+"""Trains with an invalid argument.
 
     python refused.py FOLDER WHERE [WORKER]
 
-WHERE: `init`, `defaults` or `fit`, for an argument of these; `callback`, for one that WORKER finds
-behind a batch, while the others compute the next one. Each start is noted in FOLDER/started.
+WHERE: `init`, `defaults` or `fit`, for an argument of these; `callback`, for an error that WORKER
+finds after a batch, while the others compute the next one. Every start is recorded in
+FOLDER/started.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Trains, evaluates and predicts; what comes out must not depend on the number of workers.
+"""Trains, evaluates and predicts; the results must not depend on the number of workers.
 
     python same_numbers.py MODE OUT_FOLDER
 
-MODE: reference (Keras alone), plain_fit (under a strategy that the script made), evaluate_first
+MODE: reference (plain Keras), plain_fit (under a strategy created by the script), evaluate_first
 (the same under that of `kd.init()`), outside_scope, builder, made_first, made_first_arrays.
 """
 

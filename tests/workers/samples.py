@@ -1,11 +1,11 @@
-"""Trains, and notes which samples each replica trains on in each step; may be killed.
+"""Trains, and records the samples of every replica and step; may be killed.
 
     python samples.py FOLDER DATA [WORKER:EPOCH:BATCH ...]
 
-DATA: arrays, tf.data or PyDataset. After that batch, counted from 0, this worker is killed by
-SIGKILL, or does what the global `end` does; FOLDER/kills names each. An attempt is what follows a
-kill; each has its own. Lines of FOLDER/samples-<attempt>-<worker> are one replica's share of a
-step: the step, the replica, and the samples.
+DATA: arrays, tf.data or PyDataset. After that batch, counted from 0, the worker is killed by
+SIGKILL, or by the global `end`; FOLDER/kills lists the kills. Every kill ends an attempt. A line of
+FOLDER/samples-<attempt>-<worker> is a replica's part of a step: the step, the replica, and the
+samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ kills = folder / "kills"
 attempt = len(kills.read_text().splitlines()) if kills.exists() else 0
 samples = folder / f"samples-{attempt}-{worker}"
 
-EPOCHS, BATCH, SAMPLES = 4, 8, 42  # the last batch has 2: of three replicas one has none
+EPOCHS, BATCH, SAMPLES = 4, 8, 42  # the last batch has 2: with three replicas, one has none
 
 
 def note(step: np.ndarray, replica: np.ndarray, ids: np.ndarray) -> None:
@@ -44,7 +44,7 @@ def note(step: np.ndarray, replica: np.ndarray, ids: np.ndarray) -> None:
 
 @keras.saving.register_keras_serializable()
 class Noting(keras.Model):
-    """A model whose samples are pairs of an id and what it learns from."""
+    """A model whose samples are pairs of an ID and the input."""
 
     def train_step(self, data):
         (ids, _), _ = data
@@ -80,7 +80,7 @@ def build() -> keras.Model:
     hidden = keras.layers.Activation("tanh")(hidden)
     made = Noting(inputs, keras.layers.Dense(3)(hidden))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # XLA runs no Python.
+    # XLA cannot run Python.
     made.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
     return made
 

@@ -1,9 +1,9 @@
-"""Trains, saving at each epoch, on a storage that does the harm that FOLDER/faults.json says.
+"""Trains, saving in every epoch, on a store with the faults in FOLDER/faults.json.
 
     python saving.py FOLDER [export]
 
-An epoch has 3 batches. A file that cannot be written is not tried again. export: files of each
-format go to FOLDER/exported at the begin of the fourth epoch, and what the model held then to
+An epoch has 3 batches. Writing a file is not retried. export: at the start of the fourth epoch,
+exports files of every format to FOLDER/exported, and writes the model's current weights to
 FOLDER/then.npz.
 """
 

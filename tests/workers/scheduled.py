@@ -2,9 +2,9 @@
 
     python scheduled.py FOLDER [STEPS_PER_EPOCH]
 
-The chief writes FOLDER/batches (a line for each that it has scheduled, with the steps that are done
-where it looks) and FOLDER/outcome.json. A batch takes a while, so that there is time to interfere,
-and in the middle of an epoch it waits while there is FOLDER/wait.
+The chief writes FOLDER/batches (a line per scheduled batch, with the number of completed steps) and
+FOLDER/outcome.json. Batches are slow, to leave time for faults, and training pauses mid-epoch while
+FOLDER/wait exists.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Y = (X.sum(1) > 0).astype("int32")
 
 
 class Told(keras.callbacks.Callback):
-    """Keeps what this attempt does."""
+    """Records the batches of this attempt."""
 
     def __init__(self) -> None:
         self.file = (folder / "batches").open("a")
         self.began: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {}  # it is of this attempt alone
+        return {}  # the state of this attempt only
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Trains under ParameterServerStrategy with all servers in this process, and tells what came out.
+"""Trains under ParameterServerStrategy with all servers in this process, and reports results.
 
     python serving.py FOLDER [CASE...]
 
-Writes FOLDER/found.json. TensorFlow forms a cluster once in a process, hence all cases in one.
+Writes FOLDER/found.json. TensorFlow can form only one cluster per process, so all cases share it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STEPS, BATCH = 40, 16
 
 
 def serve() -> list[tf.distribute.Server]:
-    """Workers and parameter servers beside the chief, who finds them in TF_CONFIG."""
+    """Starts workers and parameter servers; the chief finds them in TF_CONFIG."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + WORKERS + SERVERS)]
     cluster = {
         "chief": addresses[:1],
         "worker": addresses[1:-SERVERS],
         "ps": addresses[-SERVERS:],
     }
-    # They share the threads of this process, of which each keeps one while it waits.
+    # They share the threads of this process, and every waiting one occupies a thread.
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=WORKERS + 4)
     task = {"type": "chief", "index": 0}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
@@ -86,7 +86,7 @@ def value(metric: keras.metrics.Metric, name: str) -> np.ndarray:
 
 
 def counts() -> dict[str, Any]:
-    """What the optimizer and three kinds of metrics have counted in an epoch."""
+    """Returns the counts of the optimizer and of three kinds of metrics in an epoch."""
     model = fit("counts", build, X, Y, batch_size=BATCH, epochs=3).model
     compiled = model.metrics[1].metrics
     accuracy, auc, precision = compiled
@@ -105,13 +105,13 @@ def counts() -> dict[str, Any]:
 
 
 def executions() -> dict[str, Any]:
-    """Several steps at once."""
+    """Trains with several steps per execution."""
     model = fit("executions", lambda: build(steps_per_execution=5), X, Y, batch_size=BATCH).model
     return {"steps": steps_of(model), "loss": float(value(model.metrics[0], "count"))}
 
 
 def messages() -> dict[str, int]:
-    """Of a step: the tensors that a worker sends to parameter servers."""
+    """Returns the tensors of a step that a worker sends to parameter servers."""
     with mock.patch.object(
         Cluster, "schedule", autospec=True, side_effect=Cluster.schedule
     ) as told:
@@ -137,7 +137,7 @@ def messages() -> dict[str, int]:
 
 
 def learned() -> dict[str, Any]:
-    """Training, validation, and what the methods of Keras make of the trained model."""
+    """Trains and validates, and applies Keras' methods to the trained model."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(320).batch(BATCH)
     layers = (keras.layers.BatchNormalization(), keras.layers.Dropout(0.1))
 
@@ -173,8 +173,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def validated() -> dict[str, Any]:
-    """For each kind of validation data: the losses of its epochs, and what one process makes of
-    the weights that these ended with."""
+    """Returns the validation losses per kind of data, and those of one process with the weights."""
     strategy = kd.init()
     data = tf.data.Dataset.from_tensor_slices((X[:100], Y[:100]))
     kinds: dict[str, dict[str, Any]] = {
@@ -218,7 +217,7 @@ def validated() -> dict[str, Any]:
 
 
 def own_model() -> dict[str, Any]:
-    """A model made outside the scope holds what was learned, also in `fit` with `resumable`."""
+    """A model created outside the scope receives the trained weights, also in `resumable` fits."""
     model = build()
     fit("own", model, X, Y, batch_size=BATCH)
     with kd.init().scope():
@@ -230,7 +229,7 @@ def own_model() -> dict[str, Any]:
 
 
 class Wraps(keras.Sequential):
-    """Makes a dataset of what its `fit` is given."""
+    """Builds a dataset from the arguments of its `fit`."""
 
     def fit(self, x: Any, y: Any, batch_size: int, **more: Any) -> Any:  # type: ignore[override]
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
@@ -238,14 +237,14 @@ class Wraps(keras.Sequential):
 
 
 class Doubles(keras.Sequential):
-    """Gives other arrays to Keras' `fit`."""
+    """Passes different arrays to Keras' `fit`."""
 
     def fit(self, x: Any, y: Any, **more: Any) -> Any:  # type: ignore[override]
         return super().fit(2 * x, y, **more)
 
 
 def own_fit() -> dict[str, Any]:
-    """Models whose class has its own `fit`."""
+    """Models whose class overrides `fit`."""
 
     def of(kind: type[keras.Sequential]) -> list[float]:
         def built() -> keras.Model:
@@ -261,7 +260,7 @@ def own_fit() -> dict[str, Any]:
 
 
 def of_context() -> dict[str, Any]:
-    """Workers get what a function makes for their own `InputContext`."""
+    """Workers get the data that a function returns for their own `InputContext`."""
 
     def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
         own = [X, X][context.input_pipeline_id] * 0 + context.input_pipeline_id
@@ -292,7 +291,7 @@ def of_context() -> dict[str, Any]:
 
 
 def not_finite() -> dict[str, Any]:
-    """Batches with NaN are left out of weights, statistics and metrics."""
+    """Batches with NaN do not affect weights, statistics and metrics."""
     x = X.copy()
     x[0] = np.nan  # one batch of 20
     data = tf.data.Dataset.from_tensor_slices((x, Y)).batch(BATCH)
@@ -320,7 +319,7 @@ def only_nan() -> dict[str, Any]:
 
 
 def goes_on() -> dict[str, Any]:
-    """A `fit` that an error ends in the middle of its second epoch, and the one behind it."""
+    """A `fit` that an error ends in its second epoch, and the one that resumes it."""
 
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -333,7 +332,7 @@ def goes_on() -> dict[str, Any]:
             self.began: int | None = None
 
         def state_dict(self) -> dict[str, Any]:
-            return {}  # it is of this fit alone
+            return {}  # the state of this fit only
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
@@ -368,12 +367,12 @@ def goes_on() -> dict[str, Any]:
 
 def stateful() -> keras.Model:
     model = build(keras.layers.Reshape((4, 4)), keras.layers.LSTM(2))
-    model.layers[2].stateful = True  # before a model is built, Keras asks for batches of one size
+    model.layers[2].stateful = True  # before a model is built, Keras requires batches of one size
     return model
 
 
 def refused() -> dict[str, Any]:
-    """The error for what cannot be right."""
+    """Returns the errors for invalid use."""
     adam = keras.optimizers.Adam
     cases: dict[str, Any] = {
         "accumulation": lambda: build(optimizer=adam(gradient_accumulation_steps=2)),
@@ -407,7 +406,7 @@ def _error(name: str, *given: Any, **options: Any) -> str:
 
 
 def averages() -> dict[str, Any]:
-    """Moving averages of the weights, which the model has in the end."""
+    """Moving averages of the weights, which the model has at the end."""
 
     def built() -> keras.Model:
         return build(optimizer=keras.optimizers.SGD(0.0, use_ema=True))
@@ -455,7 +454,7 @@ def apart(these: Any, others: Any) -> float:
 
 
 def read_by(model: keras.Model) -> tuple[list[list[int]], list[list[int]]]:
-    """The rows of gradients of tables, and the shapes of what is read as a whole."""
+    """Returns the gradient rows of tables, and the shapes of variables that are read as a whole."""
     weights = [each for each in model.trainable_variables if "words" in each.path]
 
     @tf.function
@@ -474,8 +473,7 @@ def read_by(model: keras.Model) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def tables() -> dict[str, Any]:
-    """Models from outside the scope that one worker trains, all steps one behind the other, with a
-    split table, beside the same in a single process."""
+    """Trains models with a split table on one worker, step by step, and in a single process."""
 
     def same_batch(context: Any = None) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensors((TOKENS[:64], FEW[:64])).repeat()
@@ -530,8 +528,10 @@ def tables() -> dict[str, Any]:
 
 
 def tables_of_workers() -> dict[str, Any]:
-    """Two workers at once, a label with NaN, and checkpoints that go from a split table to a whole
-    one and back. No model is built before it has a batch, or a checkpoint."""
+    """Two workers, a label with NaN, and checkpoints between split and whole tables.
+
+    No model is built before it has a batch or a checkpoint.
+    """
 
     class Begins(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -572,7 +572,7 @@ def tables_of_workers() -> dict[str, Any]:
 
 
 def tables_refused() -> dict[str, Any]:
-    """The error for what a table cannot be split for."""
+    """Returns the errors for tables that cannot be split."""
     strategy = kd.init()
     orthogonal = keras.regularizers.OrthogonalRegularizer()
     cases: dict[str, Any] = {
@@ -587,7 +587,7 @@ def tables_refused() -> dict[str, Any]:
     with strategy.scope():
         made = reader()
     found["made"] = _error("made", made, TOKENS, FEW, **SPLIT)
-    # Where its constructor has it; a process has one such strategy.
+    # The constructor sets it, and a process can have only one such strategy.
     strategy.extended._variable_partitioner = (
         tf.distribute.experimental.partitioners.MinSizePartitioner(1000, SERVERS)
     )
@@ -621,7 +621,7 @@ def main() -> None:
     found = {case.__name__: case() for case in CASES if case.__name__ in (sys.argv[2:] or NAMES)}
     (FOLDER / "found.json").write_text(json.dumps(found, indent=1, default=float))
     sys.stdout.flush()
-    os._exit(0)  # the servers' own end never comes
+    os._exit(0)  # the servers themselves never exit
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A job with parameter servers whose model has a table that is split over them.
+"""A job with parameter servers whose model has a table that is split across them.
 
     python split.py FOLDER EPOCHS
 
-The chief writes FOLDER/outcome.json. Without TF_CONFIG it is a single process, and none is split.
+The chief writes FOLDER/outcome.json. Without TF_CONFIG, it is a single process without a split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FEW = ((TOKENS % 10 < 3).sum(1) > 1).astype("float32")
 
 
 def values(model: keras.Model) -> dict[str, list[float]]:
-    """A column of the table, and of each of its slots, as a whole."""
+    """Returns a column of the whole table, and of each of its optimizer slots."""
     found = wholes([*model.variables, *model.optimizer.variables])
     return {
         each.path.replace("/", "_").rpartition("_")[2]: np.asarray(each)[:, 0].tolist()

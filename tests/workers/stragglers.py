@@ -1,4 +1,4 @@
-"""Trains with one worker slower than the others, and says whom the watchdog has named."""
+"""Trains with one worker slower than the others, and reports whom the watchdog names."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ import tensorflow as tf  # noqa: E402
 from support.networks import DEVICE  # noqa: E402
 
 BATCH = 12
-EACH_S = 0.02  # what a step takes of everybody, so that other work on the machine is little beside
+EACH_S = 0.02  # minimum duration of a step, to which other work on the machine adds little
 SLOW_S = 0.06
-LONG_S = 0.25  # makes a window longer than what is measured of the network counts for
+LONG_S = 0.25  # makes a window longer than the network measurement's share allows
 WINDOW = 5
 RANK = STRATEGY.cluster_resolver.task_id
 
 
 def sleeping(value: Any, seconds: Any, *, stateful: bool = False) -> Any:
-    """`value`, later. In a pipeline, what is `stateful` is not done for several batches at once."""
+    """Returns `value` with a delay. In a pipeline, `stateful` functions process one batch at a
+    time."""
 
     def wait(value: Any, seconds: Any) -> Any:
         time.sleep(float(seconds))
@@ -40,7 +41,7 @@ def sleeping(value: Any, seconds: Any, *, stateful: bool = False) -> Any:
 
 
 class Takes(keras.layers.Layer):
-    """Takes its time, which a callback changes."""
+    """A layer whose duration a callback changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Takes(keras.layers.Layer):
 
 
 class Varies(keras.callbacks.Callback):
-    """Makes each step of this worker slow, or none, or those of a worker that changes."""
+    """Makes the steps of this worker slow, or none, or those of a changing worker."""
 
     def __init__(self, case: str, slow: int, takes: Takes, fine: int) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ def samples(case: str, slow: int, batches: int) -> tf.data.Dataset:
 def trained(
     case: str, slow: int, windows: int, *, fine: int = 0, is_watched: bool = True
 ) -> dict[str, Any]:
-    """`fine` windows go by before a network becomes slow."""
+    """Trains `fine` windows before a network becomes slow."""
     found: list[dict[str, Any]] = []
     with STRATEGY.scope():
         keras.utils.set_random_seed(1)

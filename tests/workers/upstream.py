@@ -1,4 +1,4 @@
-"""What Keras and TensorFlow get wrong by themselves, one finding a line, as JSON.
+"""Errors of Keras and TensorFlow themselves, one finding per line, as JSON.
 
 python upstream.py multi_worker | lost_word | late | alone | mirrored | mirrored_losses |
     mirrored_overflow | mirrored_empty | second_strategy | central | parameter_server
@@ -27,10 +27,10 @@ def say(finding: str, seen: object) -> None:
 
 
 def failing_in(call: Callable[[], object]) -> list[str]:
-    """The error's type, and the functions it went through."""
+    """Returns the error's type, and the functions it passed through."""
     try:
         call()
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is the finding)
+    except Exception as error:  # noqa: BLE001 (any error is the finding)
         return [type(error).__name__, *(f.name for f in traceback.extract_tb(error.__traceback__))]
     return []
 
@@ -54,7 +54,7 @@ def multi_worker() -> None:
         normalization = keras.layers.BatchNormalization()
         normalization.build((None, 2))
     say("fit", failing_in(lambda: stock.fit(data(), verbose=0)))
-    # As if the first fault were mended.
+    # As if the first error were fixed.
     object.__setattr__(built, "_maybe_symbolic_build", lambda **_: None)
     say("logs", failing_in(lambda: built.fit(data(), verbose=0)))
     say("statistics", normalization.moving_mean.value._aggregation.name)
@@ -104,7 +104,7 @@ def alone() -> None:
 
 
 def split_batch() -> None:
-    """Batches of a generator that are split, as strategies do it, before something subtracts 3."""
+    """Splits batches of a generator, like strategies, before another operation subtracts 3."""
 
     @tf.function  # type: ignore[untyped-decorator]
     def subtract(parts: tf.data.Iterator) -> tf.Tensor:
@@ -247,7 +247,7 @@ def mirrored_losses() -> None:
 
 
 def mirrored_overflow() -> None:
-    """One replica's gradients are not finite, so none must be applied."""
+    """One replica's gradients are not finite, so none may be applied."""
     strategy = two_mirrored()
     with strategy.scope():
         made = model()
@@ -274,7 +274,7 @@ def mirrored_empty() -> None:
 
 
 def empty_pool() -> None:
-    """Prints nothing where the gradient of a maximum pool of no samples aborts the process."""
+    """Prints nothing if the gradient of a maximum pool of no samples aborts the process."""
     layers = [keras.layers.Conv2D(2, 1), keras.layers.MaxPooling2D(2), keras.layers.Flatten()]
     made = keras.Sequential([keras.Input((4, 4, 1)), *layers])
 
@@ -363,7 +363,7 @@ def lost_word() -> None:
     say("deletes what is below", service.put_first("folder/word", ""))
     say("lost", failing_in(lambda: context.context().get_config_key_value("never told", 2000))[0])
     sys.stdout.flush()
-    os._exit(0)  # a normal end may take for ever
+    os._exit(0)  # a normal exit may take forever
 
 
 def forgetful() -> None:
@@ -381,7 +381,7 @@ def forgetful() -> None:
 def parameter_server() -> None:
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
-    # They share the threads of this process, of which each keeps one while it waits.
+    # They share the threads of this process, and every waiting one occupies a thread.
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=6)
     servers = [
         tf.distribute.Server(tf.train.ClusterSpec(cluster), kind, 0, "grpc", config)
@@ -425,7 +425,7 @@ def parameter_server() -> None:
     say("tables in parts", failing_in(slope)[0])
     say("servers", len(servers))
     sys.stdout.flush()
-    os._exit(0)  # the servers' own end never comes
+    os._exit(0)  # the servers themselves never exit
 
 
 keras.config.disable_traceback_filtering()

@@ -1,5 +1,5 @@
-"""What the cloud announces about the machine under us: read, never acted on. No TensorFlow here.
+"""Reads a cloud's notices about this machine, without acting on them. Does not need TensorFlow.
 
-None of this was verified on a real machine of any cloud: the tests run against servers that answer
-as the clouds' documents say.
+Not verified on a real machine of any cloud: the tests run against mock servers that answer as the
+clouds' documentation describes.
 """

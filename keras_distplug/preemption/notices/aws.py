@@ -1,4 +1,4 @@
-"""AWS: interruptions of spot instances, and recommendations to leave one."""
+"""AWS: interruptions of spot instances, and rebalance recommendations."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from keras_distplug.core.errors import MetadataError
 from keras_distplug.preemption.notices.metadata import ADDRESS, TIMEOUT_S, Reply, request
 from keras_distplug.preemption.notices.notice import Notice, unix_s
 
-_TOKEN_LIVES_S = 21600  # the longest that is allowed
+_TOKEN_LIFETIME_S = 21600  # the maximum
 
 
 class AwsNotices:
-    """Asks the instance metadata service of EC2, version 2.
+    """Polls version 2 of EC2's instance metadata service.
 
-    An interruption is announced two minutes ahead, but for hibernation, which begins at once. A
-    rebalance recommendation may come earlier, or together with it. Not verified on a real machine
-    of AWS.
+    An interruption is announced two minutes ahead, except for hibernation, which starts
+    immediately. A rebalance recommendation may come earlier or at the same time. Not verified on a
+    real AWS machine.
 
     Args:
-        base_url: Of the metadata server. Defaults to its address on every instance.
-        timeout_s: For each request; a poll makes two, and up to five when the token has expired.
+        base_url: URL of the metadata server. Defaults to its address on every instance.
+        timeout_s: Timeout of a request in seconds; a poll makes two requests, or up to five if the
+            token has expired. Defaults to 2.
     """
 
     def __init__(self, base_url: str = ADDRESS, timeout_s: float = TIMEOUT_S) -> None:
@@ -30,7 +31,7 @@ class AwsNotices:
         self._token: str | None = None
 
     def poll(self) -> Notice | None:
-        """What is announced now, if anything. Raises MetadataError."""
+        """Returns the current notice, or None. Raises MetadataError."""
         reply = self._get("/latest/meta-data/spot/instance-action")
         if reply.status != 404:
             found = reply.fields()
@@ -40,7 +41,7 @@ class AwsNotices:
             return Notice("AWS", f"spot instance-action {found['action']}", at_unix_s, True)
         reply = self._get("/latest/meta-data/events/recommendations/rebalance")
         if reply.status != 404:
-            if "noticeTime" not in reply.fields():  # when it was given, not when the end comes
+            if "noticeTime" not in reply.fields():  # the time of the notice, not of a termination
                 raise reply.is_not('a "noticeTime"')
             return Notice("AWS", "rebalance recommendation", None, False)
         return None
@@ -59,14 +60,14 @@ class AwsNotices:
         return request(self._base_url + path, headers, self._timeout_s)
 
     def _new_token(self) -> str:
-        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_LIVES_S)}
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_LIFETIME_S)}
         url = f"{self._base_url}/latest/api/token"
         try:
             reply = request(url, headers, self._timeout_s, method="PUT")
         except MetadataError as error:
             raise MetadataError(
-                f"{error} In a container, the instance's HttpPutResponseHopLimit has to be 2 or "
-                "more."
+                f"{error} In a container, the instance's HttpPutResponseHopLimit must be at least "
+                "2."
             ) from error
         if reply.status != 200 or not re.fullmatch("[!-~]+", reply.text):
             raise reply.is_not("a token")

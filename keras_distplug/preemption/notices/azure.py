@@ -1,4 +1,4 @@
-"""Azure: scheduled events of a virtual machine, eviction of spot machines among them."""
+"""Azure: scheduled events of a virtual machine, including eviction of spot machines."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from keras_distplug.core.errors import MetadataError
 from keras_distplug.preemption.notices.metadata import ADDRESS, Reply, request
 from keras_distplug.preemption.notices.notice import Notice, unix_s
 
-# Freeze, the one besides, pauses the machine for some seconds and loses nothing.
+# The only other event, Freeze, pauses the machine for some seconds and loses nothing.
 _FINAL = frozenset(("Preempt", "Reboot", "Redeploy", "Terminate"))
 _TIMEOUT_S = 10.0
-# The first question of all enables the service, and may take two minutes.
+# The very first request enables the service and may take two minutes.
 _FIRST_TIMEOUT_S = 130.0
 
 
 class AzureNotices:
-    """Asks the metadata service of Azure for scheduled events.
+    """Polls Azure's metadata service for scheduled events.
 
-    Eviction is announced at least 30 seconds ahead, the others 5 to 15 minutes. Events of other
-    machines of the same set are listed, too: those count that name this machine; all count as
-    long as its name cannot be read. Not verified on a real machine of Azure.
+    Eviction is announced at least 30 seconds ahead, other events 5 to 15 minutes. Azure also lists
+    events of other machines in the same set, so only events that name this machine count; if its
+    name cannot be read, all count. Not verified on a real Azure machine.
 
-    Until there is a first answer, a request may take 130 seconds, since Azure promises one within
-    two minutes and a request that is given up might start that anew.
+    Until the first answer, a request may take 130 seconds: Azure promises an answer within two
+    minutes, and aborting the request might restart that time.
 
     Args:
-        base_url: Of the metadata server. Defaults to its address on every machine.
-        timeout_s: For each request, but for the first. Defaults to 10.
-        first_timeout_s: For the first one. Defaults to 130.
+        base_url: URL of the metadata server. Defaults to its address on every machine.
+        timeout_s: Timeout of a request in seconds. Defaults to 10.
+        first_timeout_s: Timeout of requests until the first answer, in seconds. Defaults to 130.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AzureNotices:
         self._name: str | None = None
 
     def poll(self) -> Notice | None:
-        """The most urgent of what is announced now, if anything. Raises MetadataError."""
+        """Returns the most urgent notice, or None. Raises MetadataError."""
         reply = self._get("scheduledevents?api-version=2020-07-01", self._events_timeout_s)
         events = reply.fields().get("Events")
         if not isinstance(events, list):
@@ -62,7 +62,7 @@ class AzureNotices:
                 raise reply.is_not('events with "EventType" and "Resources"')
         own = self._own_name()
         if own is None:
-            announced += f" of {', '.join(map(str, names))} (which of them this is, is not known)"
+            announced += f" of {', '.join(map(str, names))} (this machine's own name is unknown)"
         elif own.lower() not in (str(name).lower() for name in names):
             return None
         at_unix_s = unix_s(event.get("NotBefore"), email.utils.parsedate_to_datetime)
@@ -74,7 +74,7 @@ class AzureNotices:
             try:
                 reply = self._get(where, self._timeout_s)
             except MetadataError:
-                return None  # the notice says so
+                return None  # the notice will say so
             if reply.status == 200:
                 self._name = reply.text.strip() or None
         return self._name
@@ -84,5 +84,5 @@ class AzureNotices:
 
 
 def _by_urgency(notice: Notice) -> tuple[bool, float]:
-    # One without a time has begun.
+    # An event without a time has started.
     return not notice.is_final, -math.inf if notice.at_unix_s is None else notice.at_unix_s

@@ -1,4 +1,4 @@
-"""Whose machine this is."""
+"""Detects the cloud that this machine belongs to."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from keras_distplug.preemption.notices.gce import GceNotices
 from keras_distplug.preemption.notices.notice import Poll
 
 Cloud = Literal["AWS", "GCE", "Azure"]
-# Of every virtual machine of Azure's, and of no other one of Hyper-V's.
+# All virtual machines of Azure have this tag, and no other Hyper-V machines.
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 
 def detect(dmi: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
-    """The cloud whose machine this is, or None.
+    """Returns the cloud that this machine belongs to, or None.
 
-    Reads what the firmware says, and asks nobody: where there is no metadata server, a question
-    would go astray. None also where the firmware is hidden, as in gVisor. Not verified on a real
-    machine of any of them.
+    Reads the firmware's identification and sends no request, because outside a cloud, another
+    server might receive it. Also returns None if the firmware is hidden, as in gVisor. Not verified
+    on a real machine of any cloud.
 
     Args:
-        dmi: The folder in which Linux shows it.
+        dmi: Folder with the firmware's identification. Defaults to the one of Linux.
     """
     if _read(dmi / "sys_vendor") == "Amazon EC2":
         return "AWS"
@@ -37,7 +37,7 @@ def detect(dmi: Path = Path("/sys/class/dmi/id")) -> Cloud | None:
 
 
 def poller(cloud: Cloud) -> Poll:
-    """What asks the metadata server of `cloud`."""
+    """Returns the function that polls the metadata server of `cloud`."""
     match cloud:
         case "AWS":
             return AwsNotices().poll
@@ -50,5 +50,5 @@ def poller(cloud: Cloud) -> Poll:
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # not every machine has each, and some are for root only
+    except OSError:  # a file may be missing, or readable by root only
         return ""

@@ -1,7 +1,8 @@
-"""One request to a cloud's metadata server, over in bounded time whatever the server does.
+"""Sends a request to a cloud's metadata server, in bounded time whatever the server does.
 
-urllib3 takes no proxy from the environment, and a single connection of it follows no redirect and
-tries nothing again: a metadata address must reach this machine's own server, or none.
+A request must reach this machine's own metadata server or none at all. Therefore it uses a single
+connection of urllib3, which ignores proxies in the environment, and neither follows redirects nor
+retries.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from urllib3.util import parse_url
 
 from keras_distplug.core.errors import MetadataError
 
-# Where AWS, Google and Azure have it. No name, since looking one up has no time-out.
+# The address on AWS, Google and Azure. Not a host name, because name resolution has no timeout.
 ADDRESS = "http://169.254.169.254"
-# A server on the own host answers within milliseconds.
+# The server is on the same host and answers within milliseconds.
 TIMEOUT_S = 2.0
-_MOST_BYTES = 2**18
+_MAX_BYTES = 2**18
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a metadata server answered.
+    """The response of a metadata server.
 
     Args:
-        url: What was asked for.
-        status: Of HTTP.
-        headers: Their names in any case.
-        text: The body.
+        url: Requested URL.
+        status: HTTP status.
+        headers: HTTP headers, with case-insensitive names.
+        text: Body of the response.
     """
 
     url: str
@@ -46,7 +47,7 @@ class Reply:
     text: str
 
     def fields(self) -> dict[str, Any]:
-        """The JSON object in the body of a good answer. Raises MetadataError."""
+        """Returns the JSON object in the body of a successful response. Raises MetadataError."""
         if self.status != 200:
             raise self.is_not("status 200")
         try:
@@ -67,16 +68,16 @@ class Reply:
 def request(
     url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S, method: str = "GET"
 ) -> Reply:
-    """Asks a metadata server once.
+    """Sends one request to a metadata server.
 
     Args:
-        url: Begins with `http://` and an IP address.
-        headers: Of the request.
-        timeout_s: From now to the last byte of the answer. Defaults to 2.
-        method: Of HTTP. Defaults to `"GET"`.
+        url: URL with `http://` and an IP address.
+        headers: HTTP headers of the request.
+        timeout_s: Timeout of the complete response, in seconds. Defaults to 2.
+        method: HTTP method. Defaults to `"GET"`.
 
     Raises:
-        MetadataError: If there is no complete answer in time, or it is no HTTP or no text.
+        MetadataError: If the response is not complete in time, not HTTP, or not text.
     """
     end_s = time.monotonic() + timeout_s
     address = parse_url(url)
@@ -87,29 +88,31 @@ def request(
             connection.request(method, address.request_uri, headers=headers, preload_content=False)
             response = connection.getresponse()
             body = b""
-            while part := response.read(_MOST_BYTES, decode_content=False):
+            while part := response.read(_MAX_BYTES, decode_content=False):
                 body += part
-                if len(body) > _MOST_BYTES:
-                    raise MetadataError(f"{url}: expected no more than {_MOST_BYTES} bytes.")
+                if len(body) > _MAX_BYTES:
+                    raise MetadataError(f"{url}: expected at most {_MAX_BYTES} bytes.")
         return Reply(url, response.status, response.headers, body.decode())
     except (HTTPError, http.client.HTTPException, OSError, UnicodeDecodeError) as error:
         late = f" within {timeout_s:g} s" if time.monotonic() >= end_s else ""
-        raise MetadataError(f"{url}: no complete answer{late}. Cause: {error!r}") from error
+        raise MetadataError(f"{url}: no complete response{late}. Cause: {error!r}") from error
     finally:
         connection.close()
 
 
 @contextlib.contextmanager
 def _cut(connected: socket.socket, end_s: float) -> Iterator[None]:
-    """Breaks the connection at `end_s`. A socket's own time-out begins anew with each byte, so
-    that a server which sends one now and then would keep us for ever."""
+    """Breaks the connection at `end_s`.
+
+    A socket's own timeout restarts with every byte, so a server could delay us forever.
+    """
     is_late = threading.Event()
-    # An own descriptor: that of `connected` may be closed, and be another file's, by then.
+    # A duplicate: by then, the descriptor of `connected` may be closed and reused for a file.
     with connected.dup() as line:
 
         def cut() -> None:
             is_late.set()
-            with contextlib.suppress(OSError):  # the other side has broken it before
+            with contextlib.suppress(OSError):  # the server may have closed it already
                 line.shutdown(socket.SHUT_RDWR)
 
         watchdog = threading.Timer(end_s - time.monotonic(), cut)
@@ -120,5 +123,5 @@ def _cut(connected: socket.socket, end_s: float) -> Iterator[None]:
         finally:
             watchdog.cancel()
             watchdog.join()
-    if is_late.is_set():  # where the end of the connection ends the body, it looks complete
-        raise TimeoutError("the connection was broken off")
+    if is_late.is_set():  # a body that extends to the end of the connection looks complete
+        raise TimeoutError("the connection was cut")

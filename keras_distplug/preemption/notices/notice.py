@@ -1,4 +1,4 @@
-"""One announcement of a cloud."""
+"""A cloud's notice about this machine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Notice:
-    """What a cloud announced about this machine.
+    """A cloud's announcement about this machine.
 
     Args:
-        source: Who said it: `"AWS"`, `"GCE"` or `"Azure"`.
-        announced: What, in the cloud's own words, such as `"spot instance-action terminate"`.
-        at_unix_s: When the machine goes away, in seconds since 1970. None if the cloud does not
-            say, or if it is under way.
-        is_final: Whether this process will not survive it. False for a mere recommendation, and
-            for what only pauses the machine.
+        source: Name of the cloud: `"AWS"`, `"GCE"` or `"Azure"`.
+        announced: The announcement in the cloud's terms, such as
+            `"spot instance-action terminate"`.
+        at_unix_s: Time at which the machine goes away, in seconds since 1970; None if the cloud
+            gives no time, or it has already started.
+        is_final: True if this process will not survive. False for a recommendation, and for an
+            event that only pauses the machine.
     """
 
     source: str
@@ -26,12 +27,12 @@ class Notice:
     is_final: bool
 
 
-# Asks once: what is announced now, or None. Raises MetadataError if that cannot be known.
+# Sends one request. Returns the current notice, or None; raises MetadataError if it is unknown.
 Poll = Callable[[], Notice | None]
 
 
 def unix_s(text: object, parse: Callable[[str], datetime.datetime]) -> float | None:
-    """The time that `text` names, or None: a notice counts, even if its time cannot be read."""
+    """Parses a time. Returns None if it is unreadable: the notice counts without a time, too."""
     if not isinstance(text, str):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Asks for notices again and again, beside training."""
+"""Polls for notices during training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from keras_distplug.preemption.notices.notice import Notice, Poll
 
 
 class Watcher:
-    """Polls in a thread of its own, and tells what is announced.
+    """Polls in its own thread, and reports notices.
 
-    It tells the first notice, and, if that is not final, the first final one. Then it ends. A
-    server that does not answer properly is asked on; the log says so once, and once more when it
-    answers again.
+    Reports the first notice, and if that is not final, also the first final one; then it stops. It
+    keeps polling a server that gives no valid answer, and logs this once, and again when the
+    server has recovered.
 
     Example:
 
@@ -25,10 +25,9 @@ class Watcher:
             watcher = Watcher(poller(cloud), lambda notice: print(notice.announced))
 
     Args:
-        poll: Asks once.
-        tell: Called with a notice, in the thread of the watcher.
-        every_secs: Seconds between the end of one question and the next. Defaults to 5, which is
-            what AWS advises.
+        poll: Function that polls once.
+        tell: Function called with a notice, in the watcher's thread.
+        every_secs: Pause between two polls, in seconds. Defaults to 5, as AWS recommends.
     """
 
     def __init__(
@@ -37,34 +36,36 @@ class Watcher:
         self._poll = poll
         self._tell = tell
         self._every_secs = every_secs
-        self._troubles: set[type[Exception]] = set()  # those that the log knows of
+        self._troubles: set[type[Exception]] = set()  # already logged
         self._is_closed = threading.Event()
-        # A daemon, since a question that is under way must not keep the process.
+        # A daemon thread, because a pending request must not delay the exit of the process.
         self._thread = threading.Thread(
             target=self._watch, name="keras_distplug-notices", daemon=True
         )
-        # What fails because the process ends is no news.
+        # Failures caused by the exit of the process are not worth logging.
         atexit.register(self.close)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch. Waits for nothing: a question that is under way goes on to its end, and
-        what comes of it is dropped; a `tell` that is under way goes on, too."""
+        """Stops polling, without waiting.
+
+        The result of a pending request is discarded. A running `tell` continues.
+        """
         self._is_closed.set()
         atexit.unregister(self.close)
 
     def _watch(self) -> None:
-        has_told = False
+        has_reported = False
         while True:
             notice = self._ask()
             if self._is_closed.is_set():
                 return
-            if notice is not None and (notice.is_final or not has_told):
-                has_told = True
+            if notice is not None and (notice.is_final or not has_reported):
+                has_reported = True
                 try:
                     self._tell(notice)
-                except Exception as error:  # noqa: BLE001 (nobody else is there to hear of it)
-                    announce(f"{notice}: what was to be done about it failed: {error!r}")
+                except Exception as error:  # noqa: BLE001 (no caller in this thread)
+                    announce(f"{notice}: handling it failed: {error!r}")
                 if notice.is_final:
                     return
             if self._is_closed.wait(self._every_secs):
@@ -73,16 +74,16 @@ class Watcher:
     def _ask(self) -> Notice | None:
         try:
             notice = self._poll()
-        except Exception as error:  # noqa: BLE001 (said, and asked again)
+        except Exception as error:  # noqa: BLE001 (logged, and polled again)
             if not self._is_closed.is_set() and type(error) not in self._troubles:
                 self._troubles.add(type(error))
                 what = str(error) if isinstance(error, MetadataError) else f"a bug: {error!r}"
                 announce(
-                    "notices of preemption cannot be read, and are asked for again every "
+                    "preemption notices cannot be read; retrying every "
                     f"{self._every_secs:g} s: {what}"
                 )
             return None
         if self._troubles and not self._is_closed.is_set():
             self._troubles.clear()
-            announce("notices of preemption can be read again")
+            announce("preemption notices can be read again")
         return notice

@@ -14,9 +14,9 @@ def mock() -> Iterator[Mock]:
 
 
 @pytest.fixture
-def said(
+def logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], list[str]]:
-    """What the package has said so far, each line once: `caplog` hears it here and at the root."""
+    """Returns the package's log lines so far, once: `caplog` also receives them from the root."""
     monkeypatch.setattr(logging.getLogger("keras_distplug"), "propagate", False)
     return lambda: caplog.messages

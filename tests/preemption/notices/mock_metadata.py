@@ -1,4 +1,4 @@
-"""A metadata server on this machine, which answers as it is told to, and not always well."""
+"""A local mock of a metadata server, with configurable answers and faults."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ Answer = Callable[["Mock", BaseHTTPRequestHandler], None]
 
 
 class Mock:
-    """Answers by what was asked for, such as `"GET /latest/api/token"`: one answer after another,
-    the last for ever; 404 to all else.
+    """Sends the answers configured for a request, such as `"GET /latest/api/token"`.
+
+    It sends one answer after another and then repeats the last one. Other requests get a 404.
 
     Attributes:
-        answers: What it answers.
-        asked: What it was asked for.
-        headers: Of those requests.
-        base_url: Where it is.
-        is_asked: Set by each request.
-        dripped: Bytes that `drip` has sent.
-        may_end: Lets go what hangs.
+        answers: Answers by request.
+        asked: Requests received.
+        headers: Headers of these requests.
+        base_url: URL of the server.
+        is_asked: Event set by every request.
+        dripped: Number of bytes that `drip` has sent.
+        may_end: Event that releases hanging answers.
     """
 
     def __init__(self) -> None:
@@ -57,17 +58,17 @@ def reply(body: str | bytes = "", status: int = 200, **headers: str) -> Answer:
 
 
 def raw(content: bytes) -> Answer:
-    """Sends that and ends the connection."""
+    """Sends `content` and closes the connection."""
     return lambda mock, handler: handler.wfile.write(content) and None
 
 
 def silence(mock: Mock, handler: BaseHTTPRequestHandler) -> None:
-    """Takes the request and says nothing."""
+    """Accepts the request and sends no answer."""
     mock.may_end.wait(60)
 
 
 def drip(beginning: bytes) -> Answer:
-    """After `beginning` sends a byte now and then, for ever."""
+    """Sends `beginning` and then a byte every now and then, forever."""
 
     def answer(mock: Mock, handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(beginning)
@@ -98,7 +99,7 @@ def serving() -> Iterator[Mock]:
         daemon_threads = True
 
         def handle_error(self, *_: object) -> None:
-            return  # who asked has gone
+            return  # the client has disconnected
 
     server = Server(("127.0.0.1", 0), Handler)
     mock.base_url = f"http://127.0.0.1:{server.server_address[1]}"

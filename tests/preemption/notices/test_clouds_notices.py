@@ -1,4 +1,4 @@
-"""What each cloud's metadata server says, as far as its documents go, and what it means."""
+"""The answers of every cloud's metadata server, according to its documentation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def event(kind: object = "Preempt", not_before: object = "", names: object = ("v
 
 @pytest.fixture
 def far_east(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The clock on the wall is nine hours ahead of UTC."""
+    """Sets a time zone nine hours ahead of UTC."""
     with monkeypatch.context() as patched:
         patched.setenv("TZ", "EAST-9")
         time.tzset()
@@ -58,7 +58,7 @@ class TestAws:
         return AwsNotices(mock.base_url, 20)
 
     def test_nothing(self, aws: AwsNotices, mock: Mock) -> None:
-        """404 of both says that nothing is announced; one token does for many polls."""
+        """Two 404s mean that there is no notice; a token is used for many polls."""
         assert aws.poll() is None
         assert aws.poll() is None
         assert mock.asked == [TOKEN, ACTION, REBALANCE, ACTION, REBALANCE]
@@ -67,7 +67,7 @@ class TestAws:
 
     @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
     def test_interruption(self, action: str, aws: AwsNotices, mock: Mock) -> None:
-        """An interruption is final, has a time, and goes before a recommendation."""
+        """An interruption is final, has a time, and takes precedence over a recommendation."""
         mock.answers[REBALANCE] = [reply('{"noticeTime": "2017-09-18T08:20:00Z"}')]
         body = {"action": action, "time": "2017-09-18T08:22:00Z"}
         mock.answers[ACTION] = [reply(json.dumps(body))]
@@ -75,7 +75,7 @@ class TestAws:
 
     @pytest.mark.usefixtures("far_east")
     def test_time_without_a_zone(self, aws: AwsNotices, mock: Mock) -> None:
-        """A time is UTC's, wherever this machine is."""
+        """A time is in UTC, whatever this machine's time zone is."""
         mock.answers[ACTION] = [reply('{"action": "stop", "time": "2017-09-18T08:22:00"}')]
         notice = aws.poll()
         assert notice is not None
@@ -83,26 +83,26 @@ class TestAws:
 
     @pytest.mark.parametrize("when", ["soon", "", None, 7, [], "2017-99-99T08:22:00Z"])
     def test_unreadable_time(self, when: object, aws: AwsNotices, mock: Mock) -> None:
-        """An interruption counts though nobody can read when."""
+        """An interruption counts even if its time is unreadable."""
         mock.answers[ACTION] = [reply(json.dumps({"action": "stop", "time": when}))]
         assert aws.poll() == Notice("AWS", "spot instance-action stop", None, True)
 
     def test_recommendation(self, aws: AwsNotices, mock: Mock) -> None:
-        """To leave the machine is a recommendation, without a time at which it goes."""
+        """A rebalance recommendation is not final and has no time."""
         mock.answers[REBALANCE] = [reply('{"noticeTime": "2017-09-18T08:22:00Z"}')]
         assert aws.poll() == Notice("AWS", "rebalance recommendation", None, False)
 
     @pytest.mark.parametrize("place", [ACTION, REBALANCE])
     def test_expired_token(self, place: str, aws: AwsNotices, mock: Mock) -> None:
-        """401 fetches a new token, and the question is asked again with it."""
+        """After a 401, a new token is fetched, and the request is repeated with it."""
         mock.answers[place] = [reply(status=401), reply(status=404)]
         assert aws.poll() is None
         assert mock.asked.count(TOKEN) == 2
         asked_again = len(mock.asked) - 1 - mock.asked[::-1].index(place)
         assert mock.headers[asked_again]["x-aws-ec2-metadata-token"] == "token-2"
 
-    def test_token_that_is_never_good(self, aws: AwsNotices, mock: Mock) -> None:
-        """A new token is fetched once in a question, so that nothing goes round for ever."""
+    def test_token_never_accepted(self, aws: AwsNotices, mock: Mock) -> None:
+        """A new token is fetched once per request, which avoids an endless loop."""
         mock.answers[ACTION] = [reply(status=401)]
         with pytest.raises(MetadataError, match=r"expected status 200. Received: status 401"):
             aws.poll()
@@ -113,14 +113,14 @@ class TestAws:
         [reply("x", 403), reply(""), reply("<html>\n</html>"), reply("a\r\nB: c"), reply("ä")],
     )
     def test_no_token(self, answer: Answer, aws: AwsNotices, mock: Mock) -> None:
-        """What cannot be a token is not sent back."""
+        """An invalid token is not used."""
         mock.answers[TOKEN] = [answer]
         with pytest.raises(MetadataError, match="expected a token"):
             aws.poll()
         assert mock.asked == [TOKEN]
 
-    def test_token_that_does_not_come(self, mock: Mock) -> None:
-        """In a container that is too far away, the answer to PUT gets lost: the error says so."""
+    def test_token_timeout(self, mock: Mock) -> None:
+        """In a container beyond the hop limit, the answer to PUT is lost; the error says so."""
         mock.answers[TOKEN] = [silence]
         with pytest.raises(MetadataError, match=r"within 0\.2 s.*HttpPutResponseHopLimit"):
             AwsNotices(mock.base_url, 0.2).poll()
@@ -156,14 +156,14 @@ class TestGce:
         assert [each["metadata-flavor"] for each in mock.headers] == ["Google"] * 2
 
     def test_preempted(self, gce: GceNotices, mock: Mock) -> None:
-        """Preemption is final, and nothing else is asked then: there are 30 seconds."""
+        """Preemption is final, and no further request is sent in the remaining 30 seconds."""
         mock.answers[PREEMPTED] = [google("TRUE")]
         assert gce.poll() == Notice("GCE", "preempted", None, True)
         assert mock.asked == [PREEMPTED]
 
     @pytest.mark.parametrize(("what", "is_final"), [("TERMINATE", True), ("MIGRATE", False)])
     def test_maintenance(self, what: str, is_final: bool, gce: GceNotices, mock: Mock) -> None:
-        """Maintenance that ends the machine is final, migration is not."""
+        """Maintenance that terminates the machine is final, migration is not."""
         value = f"{what}_ON_HOST_MAINTENANCE"
         mock.answers[MAINTENANCE] = [google(value)]
         assert gce.poll() == Notice("GCE", f"maintenance-event {value}", None, is_final)
@@ -184,7 +184,7 @@ class TestGce:
     def test_garbage(
         self, place: str, answer: Answer, complaint: str, gce: GceNotices, mock: Mock
     ) -> None:
-        """What does not come from Google's server, or is none of the known words, is an error."""
+        """An answer from another server, or with an unknown value, is an error."""
         mock.answers[place] = [answer]
         with pytest.raises(MetadataError, match=complaint):
             gce.poll()
@@ -214,7 +214,7 @@ class TestAzure:
         ],
     )
     def test_kinds(self, kind: str, is_final: bool, azure: AzureNotices, mock: Mock) -> None:
-        """What ends this machine's memory is final."""
+        """Events that lose this machine's memory are final."""
         mock.answers[EVENTS] = [events(event(kind, "Mon, 18 Sep 2017 08:22:00 GMT"))]
         assert azure.poll() == Notice("Azure", f"scheduled event {kind}", AT, is_final)
 
@@ -223,13 +223,15 @@ class TestAzure:
         ["", None, "soon", 3, [], "Mon, 99 Sep 2017 08:22:00", f"18 Sep {9**99} 08:22:00 GMT"],
     )
     def test_without_time(self, not_before: object, azure: AzureNotices, mock: Mock) -> None:
-        """An event counts that has begun, or whose time nobody can read."""
+        """Events that have started or have an unreadable time count."""
         mock.answers[EVENTS] = [events(event(not_before=not_before))]
         assert azure.poll() == Notice("Azure", "scheduled event Preempt", None, True)
 
     def test_other_machines(self, azure: AzureNotices, mock: Mock) -> None:
-        """Events of other machines of the set are none of ours; names have no case. The own name
-        is asked for once."""
+        """Events of other machines are ignored; names are case-insensitive.
+
+        This machine's own name is requested only once.
+        """
         mock.answers[EVENTS] = [events(event(names=["vm_1"])), events(event(names=["a", "VM_0"]))]
         assert azure.poll() is None
         assert azure.poll() == Notice("Azure", "scheduled event Preempt", None, True)
@@ -237,18 +239,18 @@ class TestAzure:
 
     @pytest.mark.parametrize("answer", [reply("x", 500), reply(""), silence])
     def test_unknown_name(self, answer: Answer, mock: Mock) -> None:
-        """As long as this machine's name is unknown, all events count, and say so."""
+        """While this machine's name is unknown, all events count, and the notice says so."""
         mock.answers[NAME] = [answer, reply("vm_0")]
         mock.answers[EVENTS] = [events(event(names=["vm_1", "vm_2"]))]
         azure = AzureNotices(mock.base_url, 1)
         notice = azure.poll()
         assert notice is not None
         assert notice.is_final
-        assert "Preempt of vm_1, vm_2 (which of them this is, is not known)" in notice.announced
+        assert "Preempt of vm_1, vm_2 (this machine's own name is unknown)" in notice.announced
         assert azure.poll() is None
 
     def test_most_urgent(self, azure: AzureNotices, mock: Mock) -> None:
-        """Of several events the most urgent one is told: final, begun, soon."""
+        """The most urgent event is reported: final before others, then started, then soon."""
         early, late = "Mon, 18 Sep 2017 08:22:00 GMT", "Mon, 18 Sep 2017 09:00:00 GMT"
         listed = [
             event("Freeze"),
@@ -256,18 +258,17 @@ class TestAzure:
             event("Redeploy", early),
             event("Terminate"),
         ]
-        told = []
+        reported = []
         while listed:
             mock.answers[EVENTS] = [events(*listed)]
             notice = azure.poll()
             assert notice is not None
-            told.append(notice.announced.split()[-1])
-            listed = [each for each in listed if each["EventType"] != told[-1]]  # type: ignore[index]
-        assert told == ["Terminate", "Redeploy", "Reboot", "Freeze"]
+            reported.append(notice.announced.split()[-1])
+            listed = [each for each in listed if each["EventType"] != reported[-1]]  # type: ignore[index]
+        assert reported == ["Terminate", "Redeploy", "Reboot", "Freeze"]
 
-    def test_first_question(self, mock: Mock) -> None:
-        """The first answer may take longer than the others: until one has come, each question has
-        the long time-out, then each has the short one."""
+    def test_first_request(self, mock: Mock) -> None:
+        """The long timeout applies until the first answer, the short one afterwards."""
         mock.answers[EVENTS] = [silence, events(), silence]
         azure = AzureNotices(mock.base_url, timeout_s=0.2, first_timeout_s=1)
         with pytest.raises(MetadataError, match="within 1 s"):
@@ -297,8 +298,8 @@ class TestAzure:
 
 
 @pytest.mark.parametrize("make", [AwsNotices, GceNotices, AzureNotices])
-def test_time_out(make: Callable[..., AwsNotices | GceNotices | AzureNotices], mock: Mock) -> None:
-    """Each cloud's time-out is the one that was asked for."""
+def test_timeout(make: Callable[..., AwsNotices | GceNotices | AzureNotices], mock: Mock) -> None:
+    """Every cloud uses the requested timeout."""
     for place in (TOKEN, PREEMPTED, EVENTS):
         mock.answers[place] = [silence]
     timeouts = {"first_timeout_s": 0.2} if make is AzureNotices else {"timeout_s": 0.2}
@@ -329,7 +330,7 @@ def test_time_out(make: Callable[..., AwsNotices | GceNotices | AzureNotices], m
     ],
 )
 def test_detect(files: dict[str, str], cloud: str | None, tmp_path: Path) -> None:
-    """The firmware says whose machine it is; a laptop of Google's and an own Hyper-V are none."""
+    """The firmware identifies the cloud; a Google laptop and plain Hyper-V do not count."""
     for name, content in files.items():
         (tmp_path / name).write_bytes(f"{content}\n".encode("latin1"))
     (tmp_path / "product_serial").mkdir()
@@ -337,14 +338,14 @@ def test_detect(files: dict[str, str], cloud: str | None, tmp_path: Path) -> Non
 
 
 def test_detect_without_firmware(tmp_path: Path) -> None:
-    """Nothing to read, or a folder where a file has to be, is no cloud."""
+    """Without a readable file, no cloud is detected."""
     assert detect(tmp_path / "nowhere") is None
     (tmp_path / "sys_vendor").mkdir()
     assert detect(tmp_path) is None
 
 
 def test_poller() -> None:
-    """Each cloud has what asks it."""
+    """Every cloud has its own poller."""
     clouds: list[Cloud] = ["AWS", "GCE", "Azure"]
     kinds = {cloud: type(poller(cloud).__self__) for cloud in clouds}  # type: ignore[attr-defined]
     assert kinds == {"AWS": AwsNotices, "GCE": GceNotices, "Azure": AzureNotices}

@@ -1,4 +1,4 @@
-"""One request, whatever the server does."""
+"""A single request, whatever the server does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
 def test_reply(mock: Mock) -> None:
-    """What was answered comes back, an error of HTTP, too; the headers' names have no case."""
+    """The response is returned, even an HTTP error; header names are case-insensitive."""
     mock.answers["PUT /a?b=c"] = [reply("it is ä", status=503, Some_Header="x")]
     found = request(f"{mock.base_url}/a?b=c", {"Asked-By": "us"}, 20, method="PUT")
     assert (found.status, found.text, found.headers["some-header"]) == (503, "it is ä", "x")
@@ -34,18 +34,17 @@ def test_reply(mock: Mock) -> None:
         pytest.param(drip(HEAD + b"Transfer-Encoding: chunked\r\n\r\nfff\r\n"), id="chunk"),
     ],
 )
-def test_no_end(answer: Answer, mock: Mock) -> None:
-    """A server that says nothing, or a byte now and then, keeps nobody for longer than the
-    time-out, and what has come by then is no answer."""
+def test_endless_response(answer: Answer, mock: Mock) -> None:
+    """A silent or slow server causes a timeout, and its partial response is discarded."""
     mock.answers["GET /"] = [answer]
-    with pytest.raises(MetadataError, match=r"no complete answer within 0\.5 s"):
+    with pytest.raises(MetadataError, match=r"no complete response within 0\.5 s"):
         request(f"{mock.base_url}/", {}, 0.5)
     assert mock.asked == ["GET /"]
     assert answer is silence or mock.dripped > 3
 
 
-def test_connection_that_is_not_taken() -> None:
-    """Neither does a machine that takes no connection."""
+def test_connection_not_accepted() -> None:
+    """A machine that does not accept the connection causes a timeout, too."""
     with socket.socket() as full, socket.socket() as first, socket.socket() as second:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -68,27 +67,27 @@ def test_connection_that_is_not_taken() -> None:
     ],
 )
 def test_garbage(content: bytes, mock: Mock) -> None:
-    """What is no complete answer is an error that names the address."""
+    """An incomplete or malformed response is an error that names the URL."""
     mock.answers["GET /key"] = [raw(content)]
-    with pytest.raises(MetadataError, match=f"{mock.base_url}/key: no complete answer. Cause"):
+    with pytest.raises(MetadataError, match=f"{mock.base_url}/key: no complete response. Cause"):
         request(f"{mock.base_url}/key", {}, 20)
     assert mock.asked == ["GET /key"]
 
 
 def test_flood(mock: Mock) -> None:
-    """A long body is not taken to its end."""
+    """A long body is not read to the end."""
     mock.answers["GET /"] = [reply(b"x" * 2**20)]
-    with pytest.raises(MetadataError, match="no more than 262144 bytes"):
+    with pytest.raises(MetadataError, match="at most 262144 bytes"):
         request(f"{mock.base_url}/", {}, 20)
 
 
 def test_connection_refused() -> None:
-    with pytest.raises(MetadataError, match=r"no complete answer. Cause: .*refused"):
+    with pytest.raises(MetadataError, match=r"no complete response. Cause: .*refused"):
         request(f"http://127.0.0.1:{free_ports(1)[0]}/", {}, 20)
 
 
 def test_redirect(mock: Mock) -> None:
-    """Who redirects is not followed: it is not the metadata server that sends elsewhere."""
+    """Redirects are not followed, because a metadata server sends none."""
     mock.answers["GET /"] = [reply(status=302, Location=f"{mock.base_url}/elsewhere")]
     mock.answers["GET /elsewhere"] = [reply("{}")]
     found = request(f"{mock.base_url}/", {}, 20)
@@ -100,7 +99,7 @@ def test_redirect(mock: Mock) -> None:
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
 def test_proxy_of_the_environment(name: str, mock: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request goes to the server itself, whatever proxy the environment names."""
+    """The request goes directly to the server, even if the environment names a proxy."""
     for exception in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(exception, raising=False)
     monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)[0]}")
@@ -110,7 +109,7 @@ def test_proxy_of_the_environment(name: str, mock: Mock, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("body", ["", "<html></html>", '{"a": ', "[" * 100_000, "[1]", "null"])
 def test_fields(body: str, mock: Mock) -> None:
-    """What is not a JSON object is an error that shows how it begins."""
+    """A body that is not a JSON object is an error that quotes its start."""
     mock.answers["GET /"] = [reply(body)]
     with pytest.raises(MetadataError, match=r"expected (a )?JSON.* Received: status 200 and"):
         request(f"{mock.base_url}/", {}, 20).fields()

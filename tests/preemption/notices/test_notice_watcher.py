@@ -1,4 +1,4 @@
-"""Polling beside training."""
+"""Polling for notices during training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.timeout(60)
 SOFT = Notice("AWS", "rebalance recommendation", None, False)
 FINAL = Notice("AWS", "spot instance-action terminate", 1505722920.0, True)
 SOON = 0.001
-Said = Callable[[], list[str]]
+Logged = Callable[[], list[str]]
 
 
 def script(*outcomes: Notice | Exception | None) -> Callable[[], Notice | None]:
-    """Polls with these outcomes, then an error that fails the test that sees it."""
+    """Returns a poll with these outcomes, and then an error that fails the test."""
     left = list(outcomes)
 
     def poll() -> Notice | None:
@@ -38,62 +38,62 @@ def script(*outcomes: Notice | Exception | None) -> Callable[[], Notice | None]:
 
 
 def watched(poll: Callable[[], Notice | None]) -> list[Notice]:
-    """What is told until the watch ends by itself."""
-    told: list[Notice] = []
-    watcher = Watcher(poll, told.append, every_secs=SOON)
+    """Returns the notices reported until the watcher stops on its own."""
+    reported: list[Notice] = []
+    watcher = Watcher(poll, reported.append, every_secs=SOON)
     watcher._thread.join(30)
     assert not watcher._thread.is_alive()
     watcher.close()
-    return told
+    return reported
 
 
-def test_told_once(said: Said) -> None:
-    """A notice is told when it is there, and polling ends with a final one."""
+def test_reported_once(logged: Logged) -> None:
+    """A notice is reported when it appears, and polling stops after a final one."""
     assert watched(script(None, None, FINAL)) == [FINAL]
-    assert not said()
+    assert not logged()
 
 
 def test_recommendation_becomes_final() -> None:
-    """A recommendation is told once, however often it is read, and the final notice after it."""
+    """A repeated recommendation is reported once, and so is the final notice after it."""
     assert watched(script(SOFT, SOFT, None, SOFT, FINAL)) == [SOFT, FINAL]
 
 
-def test_trouble_is_said_once(said: Said) -> None:
-    """The log says once that the server does not answer properly, and once that it does again."""
+def test_failure_is_logged_once(logged: Logged) -> None:
+    """A failure of the server is logged once, and so is its recovery."""
     down = MetadataError("no answer of 1.2.3.4"), MetadataError("status 500")
     assert watched(script(*down, None, None, *down, FINAL)) == [FINAL]
-    cannot = "notices of preemption cannot be read, and are asked for again every 0.001 s: "
-    again = "notices of preemption can be read again"
-    assert said() == [f"{cannot}no answer of 1.2.3.4", again] * 2
+    cannot = "preemption notices cannot be read; retrying every 0.001 s: "
+    again = "preemption notices can be read again"
+    assert logged() == [f"{cannot}no answer of 1.2.3.4", again] * 2
 
 
-def test_bug_in_a_poll(said: Said) -> None:
-    """What nobody expected is said with its type, even amid other trouble, and polling goes on."""
+def test_bug_in_a_poll(logged: Logged) -> None:
+    """An unexpected error is logged with its type, even during a failure, and polling continues."""
     bug = AttributeError("no such thing")
     assert watched(script(MetadataError("down"), bug, bug, FINAL)) == [FINAL]
-    down, unexpected, again = said()
+    down, unexpected, again = logged()
     assert down.endswith("s: down")
     assert unexpected.endswith("a bug: AttributeError('no such thing')")
     assert again.endswith("can be read again")
 
 
-def test_bug_in_tell(said: Said) -> None:
-    """What fails in telling is said with its type and with the notice; the next one is told."""
-    told: list[Notice] = []
+def test_bug_in_tell(logged: Logged) -> None:
+    """An error in `tell` is logged with its type and the notice; the next notice is reported."""
+    reported: list[Notice] = []
 
     def tell(notice: Notice) -> None:
-        told.append(notice)
+        reported.append(notice)
         raise KeyError("forgotten")
 
     watcher = Watcher(script(SOFT, SOFT, FINAL), tell, every_secs=SOON)
     watcher._thread.join(30)
-    assert told == [SOFT, FINAL]
-    assert [m.count("failed: KeyError('forgotten')") for m in said()] == [1, 1]
-    assert "rebalance recommendation" in said()[0]
+    assert reported == [SOFT, FINAL]
+    assert [m.count("failed: KeyError('forgotten')") for m in logged()] == [1, 1]
+    assert "rebalance recommendation" in logged()[0]
 
 
 def test_close_between_polls() -> None:
-    """`close` ends the watch at once, though the next poll is an hour away. Twice is no error."""
+    """`close` stops the watcher immediately, an hour before the next poll, and may be repeated."""
     has_polled = threading.Event()
     watcher = Watcher(lambda: has_polled.set(), lambda _: None, every_secs=3600)
     assert has_polled.wait(30)
@@ -109,36 +109,35 @@ def test_close_between_polls() -> None:
     ids=["notice", "trouble", "recovery"],
 )
 def test_close_during_a_poll(
-    before: MetadataError | None, late: Notice | MetadataError | None, said: Said
+    before: MetadataError | None, late: Notice | MetadataError | None, logged: Logged
 ) -> None:
-    """`close` does not wait for a poll that hangs, and what comes of it is neither told nor
-    said."""
-    has_begun, may_end = threading.Event(), threading.Event()
-    told: list[Notice] = []
+    """`close` does not wait for a hanging poll, whose outcome is neither reported nor logged."""
+    has_started, may_end = threading.Event(), threading.Event()
+    reported: list[Notice] = []
     outcomes = script(before, late)
     polls = iter((False, True))
 
     def poll() -> Notice | None:
         if next(polls):
-            has_begun.set()
+            has_started.set()
             assert may_end.wait(30)
         return outcomes()
 
-    watcher = Watcher(poll, told.append, every_secs=SOON)
-    assert has_begun.wait(30)
-    said_before = list(said())
+    watcher = Watcher(poll, reported.append, every_secs=SOON)
+    assert has_started.wait(30)
+    logged_before = list(logged())
     watcher.close()
     assert watcher._thread.is_alive()
     may_end.set()
     watcher._thread.join(30)
     assert not watcher._thread.is_alive()
-    assert told == []
-    assert said() == said_before
-    assert len(said_before) == (before is not None)
+    assert reported == []
+    assert logged() == logged_before
+    assert len(logged_before) == (before is not None)
 
 
 def test_close_in_tell() -> None:
-    """Who is told may close."""
+    """`tell` may close the watcher."""
     closed: queue.SimpleQueue[Watcher] = queue.SimpleQueue()
     polls = iter(range(2))
     made = threading.Event()
@@ -159,8 +158,8 @@ def test_close_in_tell() -> None:
     assert next(polls) == 1
 
 
-def test_server_in_all_its_moods(mock: Mock, said: Said) -> None:
-    """A real server that is slow, broken, forgetful and unreadable in turns costs no notice."""
+def test_unreliable_server(mock: Mock, logged: Logged) -> None:
+    """No notice is lost if a server is slow, broken, forgetful and unreadable in turn."""
     mock.answers["PUT /latest/api/token"] = [
         silence,
         reply("gone", status=500),
@@ -180,11 +179,11 @@ def test_server_in_all_its_moods(mock: Mock, said: Said) -> None:
     assert watched(AwsNotices(mock.base_url, timeout_s=1).poll) == [SOFT, FINAL]
     assert [len(mock.answers[place]) for place in mock.answers] == [7, 1, 1]
     assert mock.dripped > 3
-    assert ["cannot" in message for message in said()] == [True, False, True, False]
+    assert ["cannot" in message for message in logged()] == [True, False, True, False]
 
 
 def test_close_during_a_request(mock: Mock) -> None:
-    """A request that hangs at a real server does not keep `close`."""
+    """A hanging request to a real server does not delay `close`."""
     mock.answers["PUT /latest/api/token"] = [silence]
     watcher = Watcher(AwsNotices(mock.base_url, timeout_s=0.5).poll, lambda _: None)
     assert mock.is_asked.wait(30)
@@ -205,34 +204,34 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_end_of_the_process_during_a_poll() -> None:
-    """A poll that hangs keeps no process, and is not waited for."""
+def test_process_exit_during_a_poll() -> None:
+    """A hanging poll does not delay the exit of the process."""
     done = run(
         "import threading\n"
         "from keras_distplug.preemption.notices.watcher import Watcher\n"
-        "begun = threading.Event()\n"
-        "Watcher(lambda: begun.set() or threading.Event().wait(), print)\n"
-        "assert begun.wait(30)\n"
+        "started = threading.Event()\n"
+        "Watcher(lambda: started.set() or threading.Event().wait(), print)\n"
+        "assert started.wait(30)\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_trouble_at_the_end_of_the_process() -> None:
-    """A poll that fails because the process ends says nothing."""
+def test_failure_during_process_exit() -> None:
+    """A poll that fails because the process exits logs nothing."""
     done = run(
         "import atexit, threading\n"
         "from keras_distplug.preemption.notices.watcher import Watcher\n"
-        "begun, ending = threading.Event(), threading.Event()\n"
+        "started, ending = threading.Event(), threading.Event()\n"
         "def poll():\n"
-        "    begun.set()\n"
+        "    started.set()\n"
         "    ending.wait()\n"
         "    raise RuntimeError('the interpreter ends')\n"
         "def end():\n"
         "    ending.set()\n"
         "    watcher._thread.join(30)\n"
         "    print(watcher._thread.is_alive())\n"
-        "atexit.register(end)\n"  # comes after what is registered later
+        "atexit.register(end)\n"  # called after functions that are registered later
         "watcher = Watcher(poll, print)\n"
-        "assert begun.wait(30)\n"
+        "assert started.wait(30)\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")

@@ -1,7 +1,7 @@
-"""TensorFlow's own notice that a worker has to go, which may come where nobody else looks: before
-`fit`, or to a worker whose signals are not watched.
+"""Receives TensorFlow's own notice of a preemption.
 
-The service keeps each question that it has not answered, so it is asked once, by one worker.
+It also covers a SIGTERM before `fit`, and workers whose signals are not watched. The coordination
+service keeps every unanswered request, so only one worker sends one, and only once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _CLOSED = "keras_distplug: closed"
 _CLOSING_S = 5.0
 
 
-class NoticeToTensorFlow:
-    """Waits for the notice, in a thread, until it is closed. What comes later is for the next one.
+class TfPreemptionNotice:
+    """Waits for the notice in a thread until it is closed. The next instance gets later notices.
 
     Args:
-        store: The coordination service's.
-        tell: Called from the thread, with the name of the worker that has to go.
+        store: Key-value store of the coordination service.
+        tell: Function called, from the thread, with the name of the preempted worker.
     """
 
     def __init__(self, store: KeyValues, tell: Callable[[str], object]) -> None:
@@ -39,7 +39,7 @@ class NoticeToTensorFlow:
             in_background(self._end_listening).join(_CLOSING_S)
 
     def _listen(self) -> None:
-        # Where the words are lost, a worker is, which ends `fit`, and that tells.
+        # The connection is lost only with a worker, which ends `fit` with an error of its own.
         with contextlib.suppress(ConnectionError):
             notice = self._store.get(NOTICE_KEY, None)
             if notice != _CLOSED and not self._closed.is_set():

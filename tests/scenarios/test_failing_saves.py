@@ -1,4 +1,4 @@
-"""A training that saves at every epoch, killed while it writes, or on a storage that fails."""
+"""A training that saves in every epoch, killed during writes, or on failing storage."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KILLS = 5
 
 
 def run(folder: Path, workers: int, *faults: Fault) -> list[Ended]:
-    """Those that have come already do not come again."""
+    """Faults that have already occurred are not repeated."""
     folder.mkdir(exist_ok=True)
     fault.write(folder, faults)
     return run_workers([str(SCRIPT), str(folder)], workers, timeout_s=240)
 
 
 def came(folder: Path) -> list[tuple[int, str]]:
-    """Which faults, and to whom."""
+    """Returns the faults that occurred, with their workers."""
     return [(each.index, each.who) for each in fault.fired(folder)]
 
 
@@ -37,9 +37,11 @@ def outcome(folder: Path, worker: int = 0) -> dict[str, bytes]:
     }
 
 
-def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """Killed five times before some write, sync, link or deletion, and started again by hand: the
-    end is that of a run nobody disturbed, to the bit, and nothing was ever damaged."""
+def test_killed_during_writes(tmp_path: Path) -> None:
+    """Killed five times before a write, sync, link or deletion, and restarted by hand.
+
+    The result is bit-identical to an uninterrupted run, and nothing was ever damaged.
+    """
     random_ = random.Random(4)
     [ended] = run(tmp_path / "a", 1)
     assert ended.returncode == 0, ended.output
@@ -57,8 +59,10 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 def test_one_worker_cannot_write(tmp_path: Path) -> None:
-    """Two saves that one of two workers could not write are no checkpoints; training goes on on
-    both, and ends in the same bits."""
+    """Two saves that one of two workers could not write are not checkpoints.
+
+    Training continues on both workers with bit-identical results.
+    """
     for ended in run(tmp_path / "a", 2):
         assert ended.returncode == 0, ended.output
     full = fault.fails_to_write(1, at_step=8, saves=2)
@@ -73,8 +77,10 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
 
 
 def test_one_worker_never_can(tmp_path: Path) -> None:
-    """Behind three saves that failed on one of two workers, both end with the error; started again
-    on a storage that works, they go on from what was committed before."""
+    """After three failed saves on one of two workers, both end with the error.
+
+    On working storage, they resume from the last commit.
+    """
     full = fault.fails_to_write(1, at_step=8, saves=99)
     ended = run(tmp_path, 2, full)
     for each in ended:

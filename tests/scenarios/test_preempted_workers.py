@@ -1,4 +1,4 @@
-"""Real processes that are told to go by real signals: one step, one save, the right exit code."""
+"""Preemption of real processes by real signals: one step, one save, the right exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.slurm import FakeSlurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-SCRIPT = Path(__file__).parents[1] / "workers" / "told.py"
+SCRIPT = Path(__file__).parents[1] / "workers" / "preempted.py"
 
 Outcome = dict[str, np.ndarray]
 Train = Callable[..., tuple[list[Outcome], str]]
@@ -27,8 +27,10 @@ Train = Callable[..., tuple[list[Outcome], str]]
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @cache
     def train(workers: int, *faults: Fault) -> tuple[list[Outcome], str]:
-        """The outcome on each worker and what was printed. Nothing is a failure here, so that no
-        restart is needed for one."""
+        """Returns the results of all workers and the output. Preemptions are not failures.
+
+        Therefore no restart after a failure is allowed.
+        """
         folder = tmp_path_factory.mktemp("job")
         fault.write(folder, faults)
         ended = run_job([str(SCRIPT), str(folder)], workers, "--max-restarts", "0", timeout_s=300)
@@ -41,7 +43,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 def came(folder: Path) -> list[int]:
-    """By their places in the list; those of different workers come in any order."""
+    """Returns the faults by their numbers; those of different workers occur in any order."""
     return sorted(each.index for each in fault.fired(folder))
 
 
@@ -59,29 +61,32 @@ RESUMED = re.compile(r"resuming at epoch \d/5, (?:batch \d+, )?step (\d+)")
 @pytest.mark.parametrize(
     ("workers", "faults", "times"),
     [
-        (1, [fault.tell(signal.SIGTERM, 0, 4)], 1),
+        (1, [fault.preempt(signal.SIGTERM, 0, 4)], 1),
         (
             2,
             [
-                *[fault.tell(signal.SIGTERM, 1, 2, "saving")] * 2,  # to one, twice, in a save
-                fault.tell(signal.SIGUSR1, 0, 7, after=2),  # to all
-                fault.tell(signal.SIGTERM, 1, 7, after=2),
-                fault.tell(signal.SIGUSR2, 0, 11),  # to the chief
+                *[fault.preempt(signal.SIGTERM, 1, 2, "saving")]
+                * 2,  # to one worker, twice, during a save
+                fault.preempt(signal.SIGUSR1, 0, 7, after=2),  # to all
+                fault.preempt(signal.SIGTERM, 1, 7, after=2),
+                fault.preempt(signal.SIGUSR2, 0, 11),  # to the chief
             ],
             3,
         ),
         pytest.param(
             3,
-            [fault.tell(signal.SIGUSR2, 2, 3), fault.tell(signal.SIGTERM, 0, 5)],
+            [fault.preempt(signal.SIGUSR2, 2, 3), fault.preempt(signal.SIGTERM, 0, 5)],
             2,
             marks=pytest.mark.soak,
         ),
     ],
     ids=["alone", "two workers", "three workers"],
 )
-def test_told_to_go(train: Train, workers: int, faults: list[Fault], times: int) -> None:
-    """One is told, or all, or one twice during a save: all stop behind one step, with a checkpoint
-    from which they go on; the end is that of an undisturbed run."""
+def test_preempted_together(train: Train, workers: int, faults: list[Fault], times: int) -> None:
+    """One worker is notified, or all, or one twice during a save: all stop after the same step.
+
+    They resume from the checkpoint of that step, and the result is that of an uninterrupted run.
+    """
     (expected, *others), _ = train(workers)
     assert_same(others, expected)
     outcomes, printed = train(workers, *faults)
@@ -89,13 +94,13 @@ def test_told_to_go(train: Train, workers: int, faults: list[Fault], times: int)
     steps = [step for *_, step in ENDS.findall(printed)]
     assert len(steps) == times
     assert RESUMED.findall(printed) == steps
-    assert len(re.findall("was told to go, and has saved", printed)) >= len(steps)
+    assert len(re.findall("was preempted after saving a checkpoint", printed)) >= len(steps)
 
 
 def test_exit_codes(tmp_path: Path) -> None:
-    """Without a supervisor each worker leaves with 143; one of them has told Slurm's `scontrol`."""
+    """Without a supervisor, every worker exits with 143; one of them has called `scontrol`."""
     slurm = FakeSlurm(tmp_path / "bin")
-    fault.write(tmp_path, [fault.tell(signal.SIGTERM, worker=1, at_step=4)])
+    fault.write(tmp_path, [fault.preempt(signal.SIGTERM, worker=1, at_step=4)])
     ended = run_workers([str(SCRIPT), str(tmp_path)], 2, env=slurm.env, timeout_s=200)
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
     assert came(tmp_path) == [0]
@@ -104,18 +109,18 @@ def test_exit_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "preemption",
     [
-        fault.tell(signal.SIGTERM, worker=1, at_step=4),
+        fault.preempt(signal.SIGTERM, worker=1, at_step=4),
         pytest.param(
-            fault.tell(signal.SIGTERM, worker=1, moment="before fit"), marks=pytest.mark.soak
+            fault.preempt(signal.SIGTERM, worker=1, moment="before fit"), marks=pytest.mark.soak
         ),
     ],
     ids=str,
 )
-def test_told_to_tensorflow(told: Fault, tmp_path: Path) -> None:
-    """A SIGTERM that only TensorFlow has heard makes all workers save and leave, too."""
-    fault.write(tmp_path, [told])
+def test_preemption_notice_of_tensorflow(preemption: Fault, tmp_path: Path) -> None:
+    """A SIGTERM that only TensorFlow receives also makes all workers save and exit."""
+    fault.write(tmp_path, [preemption])
     ended = run_workers(
         [str(SCRIPT), str(tmp_path)],
         2,
@@ -124,24 +129,26 @@ def test_told_to_tensorflow(told: Fault, tmp_path: Path) -> None:
     )
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
     assert came(tmp_path) == [0]
-    said = "TensorFlow's notice of preemption to worker-1: training ends with the checkpoint of"
+    said = "TensorFlow's preemption notice to worker-1: training ends with the checkpoint of"
     assert ended[0].output.count(said) == 1
     assert not any("Fatal Python error" in each.output for each in ended)
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
     """ctrl-C to one worker ends the job with 130, with a checkpoint and without a restart."""
-    fault.write(tmp_path, [fault.tell(signal.SIGINT, worker=1, at_step=4)])
+    fault.write(tmp_path, [fault.preempt(signal.SIGINT, worker=1, at_step=4)])
     ended = run_job([str(SCRIPT), str(tmp_path)], 2, "--max-restarts", "3", timeout_s=200)
     assert ended.returncode == 130, ended.output
     assert came(tmp_path) == [0]
     assert ENDS.search(ended.output), ended.output
-    assert "not started again, for it was the user's ctrl-C; exit code 130" in ended.output
+    assert "not restarted: the user pressed ctrl-C; exit code 130" in ended.output
 
 
-def test_told_while_another_is_frozen(train: Train) -> None:
-    """Who waits for a frozen worker in a collective notices a signal meanwhile; all stop behind one
-    step when that worker is back."""
+def test_preempted_while_another_is_frozen(train: Train) -> None:
+    """A worker that waits for a frozen one in a collective notices a signal meanwhile.
+
+    All stop after the same step when that worker continues.
+    """
     (expected, *_), _ = train(2)
     outcomes, printed = train(2, fault.stop(1, at_step=3), fault.own("wake", 0, at_step=3))
     assert_same(outcomes, expected)
@@ -149,7 +156,7 @@ def test_told_while_another_is_frozen(train: Train) -> None:
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
-    """The second ctrl-C ends a worker that waits for a frozen chief, which nobody can ask."""
+    """The second ctrl-C ends a worker that waits for a frozen chief, which cannot answer."""
     fault.write(tmp_path, [fault.stop(0, at_step=3), fault.own("twice", 1, at_step=3)])
     ended = run_job([str(SCRIPT), str(tmp_path)], 2, timeout_s=200)
     assert ended.returncode == 130, ended.output
@@ -158,9 +165,9 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     assert not ENDS.search(ended.output)
 
 
-def test_told_behind_the_end(tmp_path: Path) -> None:
-    """A signal behind the end of training ends the process as it would without us."""
-    fault.write(tmp_path, [fault.tell(signal.SIGTERM, moment="end")])
+def test_signal_after_training(tmp_path: Path) -> None:
+    """A signal after training ends the process as it would without this package."""
+    fault.write(tmp_path, [fault.preempt(signal.SIGTERM, moment="end")])
     ended: Ended
     [ended] = run_workers([str(SCRIPT), str(tmp_path)], 1, timeout_s=200)
     assert ended.returncode == -15, ended.output

@@ -1,4 +1,4 @@
-"""What happens to a job, for programs: one line of JSON for each event."""
+"""Logs the events of a job as lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST_SECS = 10.0
 
 
 class Lines(Protocol):
-    """A file beside the log that the workers keep of their run."""
+    """A file in the folder of the run's log, next to those of the workers."""
 
     def append(self, line: bytes) -> None: ...
 
@@ -25,22 +25,24 @@ class Lines(Protocol):
 
 
 OpenLog = Callable[[str, str, Mapping[str, Any], str, Callable[[OSError], None]], Lines]
-"""Takes the directory, the folder in it, options for its store, the name of the file, and what to
-call with a failure."""
+"""Takes the directory, the folder in it, options of its store, the name of the file, and a function
+to call with an error."""
 
 Place = tuple[str, str, Mapping[str, Any]]
 
 
 class EventLog:
-    """Appends events to a file, and to the log of the run that the workers train. A context
-    manager.
+    """Appends events to a file, and to the log of the workers' run. A context manager.
 
-    Their lines are those of `core/events.py`.
+    `core/events.py` describes the lines.
 
     Args:
-        path: The file, which may be there; None for none.
-        job: The job's name.
-        open_log: Opens the other one.
+        path: File to create or append to; None for none.
+        job: Name of the job.
+        open_log: Function that opens a file in the log of the run. Defaults to None, no such file.
+
+    Raises:
+        ConfigurationError: If the file cannot be opened.
     """
 
     def __init__(self, path: Path | None, job: str, open_log: OpenLog | None = None) -> None:
@@ -48,8 +50,8 @@ class EventLog:
         self._open_log = open_log
         self._place: Callable[[], Place | None] = lambda: None
         self._waiting: list[bytes] = []
-        self._beside: dict[tuple[str, str], Lines] = {}
-        self._present: Lines | None = None
+        self._run_logs: dict[tuple[str, str], Lines] = {}
+        self._current_run_log: Lines | None = None
         self._file: int | None = None
         if path is not None:
             try:
@@ -61,51 +63,58 @@ class EventLog:
                 ) from error
 
     def ask(self, place: Callable[[], Place | None]) -> None:
-        """From now on, `place` tells where the workers' log is, once it is known."""
+        """Sets the function that returns the location of the workers' log, once it is known."""
         self._place = place
 
     def note(self, event: Event, attempt: int, at: float | None = None) -> None:
-        """Appends an event that happened at `time.time()` `at`, by default now."""
+        """Appends an event.
+
+        Args:
+            event: The event.
+            attempt: Number of the attempt.
+            at: Time of the event, in seconds since 1970. Defaults to now.
+        """
         at = time.time() if at is None else at
         line = to_line(Entry(at, SUPERVISOR, event, self._job, attempt))
-        self._note_beside(line)
+        self._log_to_run(line)
         if self._file is None:
             return
         try:
             os.write(self._file, line)
         except OSError as error:
-            print(f"keras-distplug: no more events are logged: {error}", file=sys.stderr)
+            print(f"keras-distplug: events are no longer logged: {error}", file=sys.stderr)
             self._file = None
 
-    def _note_beside(self, line: bytes) -> None:
+    def _log_to_run(self, line: bytes) -> None:
         if self._open_log is None:
             return
         self._waiting.append(line)
-        if (place := self._place()) is not None:  # else it is where it was
+        if (place := self._place()) is not None:  # otherwise the location has not changed
             key = place[:2]
             try:
-                # A job may train several runs, and come back to one.
-                if key not in self._beside:
+                # A job may train several runs, and return to an earlier one.
+                if key not in self._run_logs:
                     stem = f"{SUPERVISOR}-{self._job}"
-                    self._beside[key] = self._open_log(*place, stem, _tell)
-                self._present = self._beside[key]
+                    self._run_logs[key] = self._open_log(*place, stem, _warn)
+                self._current_run_log = self._run_logs[key]
             except ConfigurationError as error:
-                _tell(error)
+                _warn(error)
                 self._open_log = None
-        if self._present is not None:
+        if self._current_run_log is not None:
             for each in self._waiting:
-                self._present.append(each)
+                self._current_run_log.append(each)
             self._waiting.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._beside.values():
+        for each in self._run_logs.values():
             each.close(_LAST_SECS)
         if self._file is not None:
             os.close(self._file)
 
 
-def _tell(error: Exception) -> None:
-    print(f"keras-distplug: events do not reach the log of the run: {error}", file=sys.stderr)
+def _warn(error: Exception) -> None:
+    message = f"events cannot be written to the log of the run: {error}"
+    print(f"keras-distplug: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The supervisor's events, in the logs of the runs that its workers train."""
+"""The supervisor's events in the logs of its workers' runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from keras_distplug.core import events
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.runlog.log_files import open_beside, read
 from keras_distplug.storage.files import open_files
-from keras_distplug.supervisor.events_beside import EventLog, Place
+from keras_distplug.supervisor.event_log import EventLog, Place
 
 
 def test_several_runs(tmp_path: Path) -> None:
-    """A job that trains one run after the other tells each what happens while it is trained."""
+    """If a job trains several runs, every log contains the events during its own training."""
     a, b = ((str(tmp_path / name), "run-0001/log", dict[str, str]()) for name in "ab")
     place: list[Place | None] = [None]
     with EventLog(None, "job", open_beside) as log:
@@ -27,15 +27,15 @@ def test_several_runs(tmp_path: Path) -> None:
         ):
             place[0] = each
             log.note(event, 0)
-    told = [
+    logged = [
         [type(entry.event).__name__ for entry in read(open_files(tmp_path / name), "run-0001")[1]]
         for name in "ab"
     ]
-    assert told == [["Started", "Training", "Ended"], ["Failed", "Again"]]
+    assert logged == [["Started", "Training", "Ended"], ["Failed", "Again"]]
 
 
 def test_passwords(tmp_path: Path) -> None:
-    """What a store takes is for nobody else to read."""
+    """Storage options are not readable by other users."""
     contract = Supervised("j", 0, tmp_path / "status")
     contract.logs_to("s3://bucket/run", "log", {"secret": "hunter2"})
     assert contract.logs() == ("s3://bucket/run", "log", {"secret": "hunter2"})

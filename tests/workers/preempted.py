@@ -1,11 +1,11 @@
-"""Trains with a `PreemptionHandler`, and is told to go where FOLDER/faults.json says.
+"""Trains with a `PreemptionHandler`, and is preempted according to FOLDER/faults.json.
 
-    python told.py FOLDER
+    python preempted.py FOLDER
 
-An epoch has 3 batches. Two faults of its own begin when another worker has been stopped: `twice`,
-two SIGINT, the second one when the first has been noticed; and `wake`, a SIGTERM, and SIGCONT to
-the other worker when that has been noticed. KERAS_DISTPLUG_TEST_NO_SIGNALS leaves signals to
-TensorFlow.
+An epoch has 3 batches. Two special faults start when another worker has been stopped: `twice`, two
+SIGINTs, the second one when the first has been noticed; and `wake`, a SIGTERM, and then, once it
+has been noticed, SIGCONT to the other worker. With KERAS_DISTPLUG_TEST_NO_SIGNALS, only TensorFlow
+handles signals.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def when(condition) -> None:
 
 
 def stopped() -> int:
-    """The process that has been stopped."""
+    """Returns the process that has been stopped."""
     [stop] = [each for each in harm.faults if each.kind == "stop"]
     pid = int((folder / f"pid-{stop.who}").read_text())
     when(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -63,7 +63,7 @@ def wake() -> None:
 
 
 def meanwhile(what: Callable[[], None]) -> Callable[[], None]:
-    """Training goes on, and waits for the worker that has been stopped."""
+    """Training continues, and waits for the stopped worker."""
     return lambda: threading.Thread(target=what, daemon=True).start()
 
 
