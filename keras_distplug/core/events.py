@@ -57,6 +57,8 @@ class Began(Event):
         versions: Of packages.
         resumes: Whether a run is kept that a `fit` after this one goes on with; without, each is a
             training of its own.
+        reached_before: The exact step at which the previous attempt of the run ended. Defaults to
+            `None`: only its log says how far it came.
     """
 
     session: str
@@ -70,6 +72,7 @@ class Began(Event):
     step: int
     versions: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = True
+    reached_before: int | None = None
 
 
 @dataclass(frozen=True)

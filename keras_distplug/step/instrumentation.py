@@ -253,9 +253,10 @@ class StepInstrumentation(gates.Gate):
             found = self._taken(step)
         else:
             # XLA cannot call Python. So it compiles what is inside of a step that can.
-            compiled = tf.function(
-                self._taken_inside, jit_compile=True, reduce_retracing=True, autograph=False
-            )
+            # A `partial` is counted alone: TensorFlow would take the traces of several models for
+            # retracing of one function.
+            inside = functools.partial(self._taken_inside)
+            compiled = tf.function(inside, jit_compile=True, reduce_retracing=True, autograph=False)
             found, step.carried = compiled(step.batch)
         for name in [name for name, each in step.carried.items() if not _are_here(each)]:
             del step.carried[name]  # of a function within the step

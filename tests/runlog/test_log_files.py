@@ -319,7 +319,7 @@ def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     before = look_back(files, RUN, "worker-0")
     assert before == Before(2, 40, has_told_all=False)
     assert look_back(files, RUN, "chief-0") is None
-    assert before.loss(38) == "at least 2 steps since that checkpoint were lost"
+    assert before.loss(38) == "the log of attempt 2 ends at step 40"
     assert before.loss(40) == ""  # there may have been more steps that its log doesn't have
     written = log(files, "20261122T121113Z-worker-0-bbbbbbbb")
     written.append(line(began()))

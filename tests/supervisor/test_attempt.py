@@ -135,7 +135,7 @@ def test_closing_report_of_a_failure() -> None:
         "  then: worker-2 exited with code 1, 0.5 s after",
         "  then: worker-0 was ended by the supervisor (SIGTERM), 1.0 s after",
     ]
-    assert lines[4].startswith("  in attempt 0 before: worker-0 left without completing")
+    assert lines[4].startswith("  earlier: worker-0 left without completing")
 
 
 def test_closing_report_of_an_interruption() -> None:

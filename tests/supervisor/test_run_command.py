@@ -571,7 +571,7 @@ sys.exit(7)
     assert "restart 3 of 10, behind a pause of 1 s" in printed
     assert "gave up: 3 attempts in a row made no newer checkpoint" in printed
     assert "first failure: worker-1 exited with code 7 at " in printed
-    assert "in attempt 0 before: worker-1 exited with code 7 at " in printed
+    assert "earlier: worker-1 exited with code 7 at " in printed
 
 
 def test_signal_in_a_pause(start: Start) -> None:

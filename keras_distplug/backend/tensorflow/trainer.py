@@ -53,7 +53,7 @@ from keras_distplug.backend.tensorflow.replicas import (
     steps,
 )
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
-from keras_distplug.backend.tensorflow.runtime import private_names
+from keras_distplug.backend.tensorflow.runtime import private_names, progress_bars
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, is_marked, mark
 from keras_distplug.backend.tensorflow.runtime.models import (
     drop_functions,
@@ -214,6 +214,7 @@ def install_dispatch() -> None:
     `fit` and `evaluate` call on the class gets a guard. It acts only on models under a strategy
     and on `resumable` data. `remove_dispatch` restores Keras' own method.
     """
+    progress_bars.install()
     trainer = private_names.Trainer
     stock = trainer._maybe_symbolic_build
     if is_marked(stock):
@@ -253,6 +254,7 @@ def before_building(act: Callable[[keras.Model], None]) -> None:
 
 def remove_dispatch() -> None:
     """Undoes `install_dispatch`. Models that were adapted stay adapted."""
+    progress_bars.remove()
     trainer = private_names.Trainer
     if is_marked(ours := trainer._maybe_symbolic_build):
         _UPSTREAM.patch(trainer, "_maybe_symbolic_build", ours.__wrapped__)

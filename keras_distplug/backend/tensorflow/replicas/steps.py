@@ -10,6 +10,7 @@ collective. What it would do around that is private: `_fetched` does it here.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -174,13 +175,23 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
     return on_batch
 
 
+def _counted_alone(step: OnData) -> OnData:
+    """Returns `step`, with its own count of traces.
+
+    TensorFlow counts the traces of a code object, which the functions of all models share. It would
+    warn of retracing once a process trains a few models, each of which is traced once.
+    """
+    counted: OnData = functools.partial(step)
+    return counted
+
+
 def _traced_once(step: OnData) -> OnData:
     """A function of batches whose trace does not depend on how many samples the first one has.
 
     TensorFlow makes one for batches of that size, and another for those of any size once a second
     size comes. They differ in the last bits, and a training that goes on begins with another batch.
     """
-    function = tf.function(step, reduce_retracing=True)
+    function = tf.function(_counted_alone(step), reduce_retracing=True)
     traced: set[Any] = set()
 
     def on_batch(batch: Any) -> Any:
@@ -262,12 +273,13 @@ def _without_samples(dummy: Any) -> Any:
 def _over_workers(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
     """Two numbers of this worker -> the sums over all of them."""
 
-    @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])  # type: ignore[untyped-decorator]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def summed(numbers: tf.Tensor) -> Any:
         return tf.unstack(strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None))
 
-    return lambda *numbers: summed(tf.constant(numbers, tf.float32))
+    signature = [tf.TensorSpec([2], tf.float32)]
+    function = tf.function(_counted_alone(summed), input_signature=signature)
+    return lambda *numbers: function(tf.constant(numbers, tf.float32))
 
 
 def _of_one_process(samples: int, there: int) -> tuple[None, int]:
@@ -280,7 +292,6 @@ def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnDat
     A call of its own to fetch takes a millisecond or two.
     """
 
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def next_step(iterator: Any) -> Any:
         batch = iterator.get_next()
@@ -289,8 +300,10 @@ def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnDat
         # computes in its memory, which is that of the user's arrays where a generator gives them.
         return _if(done, lambda: step((batch, None))), batch, done
 
+    function = tf.function(_counted_alone(next_step), reduce_retracing=True)
+
     def on_next(iterator: Any) -> Any:
-        found, batch, done = next_step(iterator)
+        found, batch, done = function(iterator)
         return found if done else on_batch((batch, None))
 
     return on_next
