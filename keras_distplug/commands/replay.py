@@ -14,7 +14,7 @@ from keras_distplug.storage.survey import Seen, SeenRun
 
 
 def run(parsed: argparse.Namespace) -> int:
-    location = locations.of(parsed)
+    location = locations.of(parsed, needs_run=False)
     files = location.files
     asked = (parsed.incident or location.incident or "").rpartition("/")[2]
     incident, batch = incident_files.read(files, asked or None)
