@@ -75,7 +75,7 @@ def test_to_chief() -> None:
 def test_time_out() -> None:
     """A chief that does not answer is an error that names who waited, how long, for what."""
     other = Channel(OTHER, Memory(), timeout_s=0.01)
-    with pytest.raises(AgreementError, match="worker-1 waited 0 s for the chief's word on 'run'"):
+    with pytest.raises(AgreementError, match="worker-1 waited 0 s for the chief's message on 'run'"):
         other.from_chief("run", None)
 
 
@@ -100,7 +100,7 @@ def test_told_once() -> None:
     chief, other = (Channel(role, store).below("a session") for role in (CHIEF, OTHER))
     assert chief.tell_first("who", "chief")
     assert not other.tell_first("who", "other")
-    with pytest.raises(AgreementError, match="'a session/who' has been told before"):
+    with pytest.raises(AgreementError, match="'a session/who' has been sent before"):
         other.tell("who", "other")
     assert other.hear("who", 10) == "chief"
     assert Channel(OTHER, store).below("another session").tell_first("who", "other")
