@@ -160,7 +160,7 @@ class Channel:
             raise AgreementError(f"{self.role.name}: {topic!r} has been sent before.")
 
     def _put_first(self, key: str, topic: str, text: str) -> bool:
-        with self._explained(f"sending {topic!r}", self._timeout_s):
+        with self._explained(f"the store to accept {topic!r}", self._timeout_s):
             return self._store.put_first(key, text)
 
     def _get(self, key: str, awaited: str) -> str:

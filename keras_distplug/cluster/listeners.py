@@ -111,7 +111,7 @@ class Mailbox(Listener):
             self._free[rank] = max(self._free[rank], number + 1)
 
     def send_first(self, letter: str) -> None:
-        """Sends `letter` in the background, unless a worker has sent one with this method before."""
+        """Sends `letter` in the background, unless a worker has done so before."""
 
         def send() -> None:
             try:

@@ -74,7 +74,8 @@ def test_the_chief(workers: list[socket.socket]) -> None:
     workers[0].close()
     found = peers.lost(CLOSED, here, Service(ConnectionError("refused")))
     assert (
-        found == f"worker-0 (the chief, {here.cluster['worker'][0]}), where no process listens any longer"
+        found
+        == f"worker-0 (the chief, {here.cluster['worker'][0]}), where no process listens any longer"
     )
 
 
@@ -113,7 +114,9 @@ def test_what_the_service_knows(workers: list[socket.socket]) -> None:
 
 def test_who_was_first(workers: list[socket.socket]) -> None:
     """What another worker has told counts more than that it has left for it."""
-    word = "keras_distplug lost <worker-2 (host:1), where no process listens any longer> by <worker-0>"
+    word = (
+        "keras_distplug lost <worker-2 (host:1), where no process listens any longer> by <worker-0>"
+    )
     told = f"Error reported from /job:worker/task:0: {word}. Restart your program"
     here = role(workers, 1)
     workers[0].close()

@@ -358,7 +358,7 @@ def test_address_that_leads_nowhere() -> None:
     errors = outcomes(meet(at(first, 1, f"127.0.0.1:{port}")), meet(worker))
     for error in errors:
         assert isinstance(error, PeerLostError)
-        assert f"worker-1 ({worker.cluster['worker'][1]}) is there" in str(error)
+        assert f"worker-1 ({worker.cluster['worker'][1]}) has started" in str(error)
         assert "does not lead from the chief to it: connection refused" in str(error)
 
 
