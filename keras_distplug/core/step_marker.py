@@ -29,7 +29,7 @@ class StepMarker:
 
     def __init__(self, path: Path, session: str, step: int) -> None:
         with open(path, "w+b") as file:
-            file.write(_RECORD.pack(session[:_SESSION_BYTES].encode(), step))
+            file.write(_RECORD.pack(_shortened(session), step))
             file.flush()
             self._memory = mmap.mmap(file.fileno(), _RECORD.size)
 
@@ -49,5 +49,8 @@ def read(path: Path, session: str | None = None) -> int | None:
         found, step = _RECORD.unpack(path.read_bytes())
     except (OSError, struct.error):
         return None
-    is_asked = session is None or found == session[:_SESSION_BYTES].encode()
-    return step if is_asked else None
+    return step if session is None or found == _shortened(session) else None
+
+
+def _shortened(session: str) -> bytes:
+    return session[:_SESSION_BYTES].encode().ljust(_SESSION_BYTES, b"\0")
