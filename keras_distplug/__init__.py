@@ -7,7 +7,7 @@ model.fit(ds, epochs=10, callbacks=kd.defaults("runs/mnist"))
 kd.distributed_fit(model, ds, epochs=10, directory="runs/digits")
 ```
 
-TensorFlow and Keras are loaded when a name that needs them is first used.
+TensorFlow and Keras are loaded when a name that needs them is used for the first time.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def __dir__() -> list[str]:
 
 
 def _start_process() -> None:
-    """Runs on import, and in a forked process when its script imports this package."""
+    """Prepares this process on import; a forked process, when its script imports the package."""
     importlib.import_module("keras_distplug.backend.tensorflow.input.earlier_passes").watch()
     if os.environ.get("KERAS_DISTPLUG_FORK_SERVER"):
         importlib.import_module("keras_distplug.cluster.leaving").register()
@@ -124,15 +124,15 @@ def _start_process() -> None:
         return
     if os.environ.get("KERAS_DISTPLUG_JOB"):
         importlib.import_module("keras_distplug.cluster.pulse").begin()
-    # Before the first error, and for who is told by the code of this process only.
+    # Before the first error, and only if a supervisor or scheduler reads the exit code.
     started_by = (
         *("KERAS_DISTPLUG_JOB", "TF_CONFIG", "SLURM_STEP_ID", "CLUSTER_SPEC", "SM_HOSTS"),
         "KERAS_DISTPLUG_ADDRESS",
     )
     if any(os.environ.get(name) for name in started_by):
         importlib.import_module("keras_distplug.cluster.failing").prepare()
-    # TensorFlow forms a cluster only before the first tensor exists, and a script that a supervisor
-    # started as one of several workers has made none when it imports us.
+    # TensorFlow forms a cluster only before the first tensor exists. A script that a supervisor
+    # started as one of several workers has made none when it imports this package.
     if os.environ.get("TF_CONFIG") and os.environ.get("KERAS_DISTPLUG_JOB"):
         importlib.import_module(_BACKEND).require_tensorflow()
         importlib.import_module("keras_distplug.startup").join_on_import()

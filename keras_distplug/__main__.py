@@ -1,4 +1,4 @@
-"""`python -m keras_distplug`."""
+"""Runs the command line with `python -m keras_distplug`."""
 
 import sys
 

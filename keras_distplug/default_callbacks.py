@@ -1,4 +1,4 @@
-"""Which callbacks a run gets, in which order."""
+"""The default callbacks of a run, and their order."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def defaults(
     resume: bool = True,
     **single: Unpack[Single],
 ) -> list[keras.callbacks.Callback]:
-    """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
+    """Returns callbacks that make `model.fit` resumable: start the script again, and it continues.
 
-    `BackupAndRestore` makes checkpoints, `PreemptionHandler` one more when the process is told to
-    go, `HangWatchdog` ends a training that does not get on, `NaNWatchdog` keeps updates that
-    are not finite out of it, `StragglerWatchdog` names the replica that others wait for, and
-    `RunLog` keeps a log of all that, and of where the time goes. Give one of your own beside these,
-    and it takes the place of that here.
+    `BackupAndRestore` saves checkpoints, and `PreemptionHandler` saves one when the process is
+    preempted. `HangWatchdog` ends training that makes no progress, `NaNWatchdog` skips updates that
+    are not finite, and `StragglerWatchdog` names the replica that the others wait for. `RunLog`
+    logs all of this, and where the time goes. An instance of one of these classes in your list of
+    callbacks replaces the default one.
 
     Example:
 
@@ -49,31 +49,36 @@ def defaults(
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), MyCallback()])
     ```
 
-    Their place among other callbacks does not matter. Nothing that a run wrote is ever deleted but
-    checkpoints that newer ones replace. The same script started again with the same `epochs`
-    returns at once with the stored `History` and weights; with more `epochs` it goes on.
+    Their position among other callbacks does not matter. Nothing that a run wrote is ever deleted,
+    except checkpoints that newer ones replace. A finished script that is started again with the
+    same `epochs` returns immediately with its `History` and weights; with more `epochs`, training
+    continues.
 
     Args:
-        directory: Folder of this training, or a URL such as `s3://bucket/runs/mnist`. Defaults to
-            `keras_distplug_runs/<name of the script>` in the working folder, with
+        directory: The folder of the training, or a URL such as `s3://bucket/runs/mnist`. Defaults
+            to `keras_distplug_runs/<name of the script>` in the working folder, with
             `-task-<number>` appended for a task of an array job. In it, every model and every data
             set has its own run; concurrent jobs need separate folders.
         save_freq: `"epoch"`, an integer number of batches, a time such as `"5min"`, `"auto"`, or
-            `False` to save at the end only. Defaults to `"auto"`: the first checkpoint within a
-            minute, then as often as costs 1 % of the time.
-        storage_options: As in `BackupAndRestore`.
-        resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+            `False` to save only at the end. Defaults to `"auto"`: the first checkpoint within a
+            minute, then as often as 1 % of the time allows.
+        storage_options: See `BackupAndRestore`. Defaults to `None`.
+        resume: `False` starts a new run next to the existing ones. Defaults to `True`.
         single: Fields of `Saving`, `Retention`, `Resuming` and `LocalCheckpoints`, such as
             `keep_best=("val_loss", "min", 1)`, `allow_data_change=True` or
             `init_from="runs/other"`.
 
     Returns:
-        A new, plain list.
+        A new list of callbacks.
+
+    Raises:
+        ConfigurationError: If an argument is unusable, or another backend of Keras is in use.
+        VersionError: If this package does not support the installed versions.
     """
     versions.check()
     keras_backend.warn_of_distribution()
     announce_missing()
-    # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
+    # Under MultiWorkerMirroredStrategy, Keras fails before it calls any callback.
     trainer.install_dispatch()
     peers.watch()
     backup = BackupAndRestore(
@@ -96,7 +101,7 @@ def defaults(
 
 
 def _refuse_uncalled(model: object) -> None:
-    """What Keras calls first on each of the `callbacks`."""
+    """Takes the first call that Keras makes to every callback."""
     raise ConfigurationError(
         "Expected callbacks. Received: the function `defaults` itself. Write "
         "`callbacks=keras_distplug.defaults()`, with parentheses."
@@ -107,10 +112,9 @@ defaults.__dict__["set_model"] = _refuse_uncalled
 
 
 def default_directory() -> Path:
-    """`keras_distplug_runs/<script>` in the working folder, with the number of the task for a task
-    of an array job.
+    """Returns `keras_distplug_runs/<script>`, with the number of the task in an array job.
 
-    Several trainings of a script have several runs in it.
+    Several trainings of a script have separate runs in it.
     """
     script = Path(sys.argv[0] if sys.argv else "")
     name = script.resolve().parent.name if script.name == "__main__.py" else script.stem

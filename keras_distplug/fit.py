@@ -1,4 +1,4 @@
-"""`distributed_fit`: the parts, wired in the order in which data flows."""
+"""`distributed_fit`: its parts, connected in the order in which data flows."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ _FED = (*_ONLY_FED, "validation_data", "batch_size", "shuffle", "epochs")
 
 
 def _with_given(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Also pass by name those arguments of `fit`, and no others, that the caller gave: a model's
-    own `fit` may have other defaults than Keras'."""
+    """Also passes the arguments of `fit` that the caller gave, by name.
+
+    A model's own `fit` may have other defaults than Keras', so only given arguments are forwarded.
+    """
     signature = inspect.signature(function)
     ours = {name for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
 
@@ -90,7 +92,7 @@ def distributed_fit(
     min_shard_bytes: int | None = None,
     **own_arguments: Any,
 ) -> keras.callbacks.History:
-    """`model.fit` on as many devices and workers as there are, which goes on where it stopped.
+    """Runs `model.fit` on all devices and workers, and resumes where it stopped.
 
     Example:
 
@@ -98,77 +100,78 @@ def distributed_fit(
     history = kd.distributed_fit(model, ds, epochs=10, directory="runs/mnist")
     ```
 
-    If the class of the model has its own `fit`, as the tasks of KerasHub have, that is called with
-    the arguments as they were given: `x` may be texts then, for example. What it passes to Keras'
-    `fit` is resumed and distributed, in the order that plain Keras gives it.
+    If the class of the model has its own `fit`, such as the tasks of KerasHub, that `fit` is called
+    with the given arguments: `x` may then be texts, for example. The data that it passes to Keras'
+    `fit` is resumed and distributed, in the order of plain Keras.
 
     Args:
         model: A compiled model made outside any strategy's scope; one made inside the scope of the
             strategy to use; or a function without arguments that builds and compiles one. A model
-            from outside is made again inside the scope, and afterwards holds the trained weights
-            and optimizer state itself. The trained model under its strategy is `history.model`.
+            from outside is rebuilt inside the scope, and receives the trained weights and the
+            optimizer state afterwards. The trained model under its strategy is `history.model`.
         x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of *global*
             batches, a generator of them, a function without arguments that returns one of these, a
             function of a `tf.distribute.InputContext` that returns a dataset, or arrays. With
-            parameter servers, each worker reads arrays and datasets over and over, in orders of its
-            own or, where there is no order to draw, its share of the batches; such a function is
-            called for each worker; what Python code makes is refused. What a pipeline itself tells
-            could be better about it is said once, by the logger `keras_distplug.advice`.
-        y: As in `Model.fit`.
-        batch_size: Samples in a *global* batch of arrays: it is split over the replicas. Defaults
-            to 32.
-        epochs: As in `Model.fit`: the number at which training ends, over all restarts.
-        verbose: As in `Model.fit`. `"auto"` is silent on workers other than the chief.
-        callbacks: As in `Model.fit`; those of `defaults(directory)` are added unless a
-            `BackupAndRestore` of ours is among them. All workers run all callbacks; the files of
-            Keras' `ModelCheckpoint`, `CSVLogger` and `TensorBoard` are the chief's, as with
-            `chief_only`.
-        validation_split: As in `Model.fit`.
-        validation_data: As in `Model.fit`.
-        shuffle: As in `Model.fit`; each epoch has an order of its own, the same on every worker and
-            in a run that was interrupted.
-        class_weight: As in `Model.fit`.
-        sample_weight: As in `Model.fit`.
-        initial_epoch: As in `Model.fit`; where a stored run stands has precedence.
-        steps_per_epoch: As in `Model.fit`.
-        validation_steps: As in `Model.fit`.
-        validation_batch_size: As in `Model.fit`.
-        validation_freq: As in `Model.fit`.
-        strategy: `"auto"` (several workers, by TF_CONFIG, Slurm and so on ->
-            `"multi_worker"`, with 'ps' tasks `"parameter_server"`, several GPUs -> `"mirrored"`,
-            else `"one_device"`; if `init` was given a name, that one), one of these names,
-            `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
-        directory: Folder of this run, or a URL such as `s3://bucket/runs/mnist`. Defaults to that
-            of `defaults()`.
-        save_freq: As in `defaults`. Defaults to `"auto"`.
-        storage_options: As in `BackupAndRestore`.
-        resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
-        resuming: What the script may have changed since the checkpoint, and what a new run begins
-            with. Its fields, such as `allow_data_change=True`, are also accepted as arguments.
-            Defaults to `Resuming()`.
-        deterministic: Let TensorFlow compute the same bits in each run on machines of this kind
-            (`tf.config.experimental.enable_op_determinism`), for the rest of the process. On CPUs
-            they mostly are the same without it; on GPUs they are not. Functions of a pipeline that
-            keep a state, such as those with `tf.random.uniform`, run one call after another then,
-            and some operations are slower, or refused where there is no such implementation. Needs
-            `keras.utils.set_random_seed(seed)` before the model is made. Defaults to `False`.
-        min_shard_bytes: With parameter servers, the table of an `Embedding` layer that is larger
-            than this is split by rows into parts of about this size or more, each on another
-            server; as `MinSizePartitioner` of TensorFlow counts, whose own default is 262,144.
-            Checkpoints and saved files hold it whole, so that any number of servers can go on with
-            it, and the chief needs room for it. Not split are other variables and tables of
-            classes derived of `Embedding`; refused are clipnorm, Adafactor, Lamb, Muon and LoRA.
-            Without effect under other strategies. Defaults to `None`: each table is whole, on one
-            server.
-        own_arguments: Further arguments of the model's own `fit`.
+            parameter servers, every worker reads arrays and datasets repeatedly: in its own orders
+            if they are shuffled, and otherwise its share of the batches. A function of an
+            `InputContext` is called for every worker, and data from Python code is refused. The
+            logger `keras_distplug.advice` suggests improvements to a pipeline once.
+        y: See `Model.fit`.
+        batch_size: The number of samples in a *global* batch of arrays, which is split over the
+            replicas. Defaults to 32.
+        epochs: The total number of epochs, over all restarts. Defaults to 1.
+        verbose: See `Model.fit`. Only the chief prints a progress bar. Other workers print nothing
+            with `"auto"` and 1, and a line per epoch with 2. Defaults to `"auto"`.
+        callbacks: See `Model.fit`. The callbacks of `defaults(directory)` are added unless a
+            `keras_distplug.BackupAndRestore` is among them. All workers run all callbacks; only the
+            chief writes the files of Keras' `ModelCheckpoint`, `CSVLogger` and `TensorBoard`, as
+            with `chief_only`.
+        validation_split: See `Model.fit`.
+        validation_data: See `Model.fit`.
+        shuffle: See `Model.fit`. Every epoch has its own order, which is the same on every worker
+            and in an interrupted run. Defaults to `True`.
+        class_weight: See `Model.fit`.
+        sample_weight: See `Model.fit`.
+        initial_epoch: See `Model.fit`. The position of a stored run has precedence.
+        steps_per_epoch: See `Model.fit`.
+        validation_steps: See `Model.fit`.
+        validation_batch_size: See `Model.fit`.
+        validation_freq: See `Model.fit`.
+        strategy: One of `"one_device"`, `"mirrored"`, `"central_storage"`, `"multi_worker"` and
+            `"parameter_server"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`: the name
+            given to `init`, if any; `"parameter_server"` in a cluster with 'ps' tasks;
+            `"multi_worker"` with several workers (TF_CONFIG, Slurm and so on); `"mirrored"` with
+            several GPUs; else `"one_device"`.
+        directory: The folder of the training, or a URL such as `s3://bucket/runs/mnist`. Defaults
+            to the folder of `defaults()`.
+        save_freq: See `defaults`. Defaults to `"auto"`.
+        storage_options: See `BackupAndRestore`. Defaults to `None`.
+        resume: `False` starts a new run next to the existing ones. Defaults to `True`.
+        resuming: The changes to the script that are permitted since the checkpoint, and the initial
+            values of a new run. The fields, such as `allow_data_change=True`, are also accepted as
+            arguments. Defaults to `Resuming()`.
+        deterministic: True makes TensorFlow compute the same bits in every run on machines of this
+            kind (`tf.config.experimental.enable_op_determinism`), for the rest of the process. On
+            CPUs, results are usually the same without it; on GPUs, they are not. Stateful functions
+            of a pipeline, such as those with `tf.random.uniform`, then run sequentially, and some
+            operations are slower, or are refused if they have no deterministic implementation.
+            Needs `keras.utils.set_random_seed(seed)` before the model is made. Defaults to `False`.
+        min_shard_bytes: The minimum size of a part, in bytes, if tables of `Embedding` layers are
+            split by rows over parameter servers, as TensorFlow's `MinSizePartitioner` does (its own
+            default is 262,144). Checkpoints and saved files contain whole tables, so the number of
+            servers may change; the chief needs memory for a whole table. Other variables, and
+            tables of subclasses of `Embedding`, are not split. clipnorm, Adafactor, Lamb, Muon and
+            LoRA are refused. No effect under other strategies. Defaults to `None`: every table is
+            whole, on one server.
+        own_arguments: Additional arguments of the model's own `fit`.
 
     Returns:
         Keras' `History`, complete across restarts, or what the model's own `fit` returns.
 
     Raises:
-        ConfigurationError: Before any training, for an unusable argument or environment; its
-            subclasses `ClusterError`, `ModelError` and `DataError` say which.
-        OtherRunError: If `directory` holds the run of another model.
+        ConfigurationError: If an argument or the environment is unusable, before training starts.
+            Its subclasses are `ClusterError`, `ModelError` and `DataError`.
+        OtherRunError: If `directory` contains the run of another model.
     """
     given: dict[str, Any] = own_arguments.pop(_GIVEN)  # arguments of `fit`
     resuming = _resuming_of(resuming, own_arguments, given)
@@ -176,13 +179,13 @@ def distributed_fit(
     keras_backend.warn_of_distribution()
     peers.watch()
     if deterministic:
-        _compute_the_same_bits()
+        _enable_determinism()
     _require_bytes(min_shard_bytes)
     if isinstance(model, keras.Model):
         require_usable(model, "the model given", own_arguments)
     elif not callable(model):
         require_usable(model, "received as `model`", own_arguments)
-    facts = _about_to_do(model, strategy, given)  # joining may reset TensorFlow
+    facts = _shared_facts(model, strategy, given)  # joining may reset TensorFlow
     joined = _join(model, strategy, given)
     role = agreement.role_under(joined.strategy)
     if role.world_size > 1:
@@ -208,12 +211,12 @@ def distributed_fit(
     return history
 
 
-def _about_to_do(
+def _shared_facts(
     model: keras.Model | Callable[[], keras.Model],
     strategy: str | tf.distribute.Strategy,
     arguments: Mapping[str, Any],
 ) -> same_start.Facts:
-    """What the other workers have to be about to do, too; known before the model is placed."""
+    """Returns what all workers must have in common, before the model is placed."""
     is_model = isinstance(model, keras.Model)
     is_chosen = not isinstance(strategy, str) or (is_model and models.is_placed(model))
     if not is_chosen and roles.from_environment(os.environ).world_size == 1:
@@ -225,18 +228,18 @@ def _about_to_do(
 def _resuming_of(
     resuming: Resuming, own_arguments: dict[str, Any], given: dict[str, Any]
 ) -> Resuming:
-    """Takes the fields of `Resuming` from among the arguments of a model's own `fit`."""
+    """Moves the fields of `Resuming` from the arguments of a model's own `fit`."""
     single = {name: own_arguments.pop(name) for name in Resuming.names() & own_arguments.keys()}
     for name in single:
         del given[name]
     return merged("resuming", Resuming, resuming, single)
 
 
-def _compute_the_same_bits() -> None:
+def _enable_determinism() -> None:
     if context.global_seed() is None:
         raise ConfigurationError(
-            "deterministic=True needs a seed for what is drawn at random, the first weights among "
-            "it. Received: none. Call `keras.utils.set_random_seed(1)` at the top of the script."
+            "deterministic=True needs a seed for random values, including the initial weights. "
+            "Received: none. Call `keras.utils.set_random_seed(1)` at the top of the script."
         )
     tf.config.experimental.enable_op_determinism()
 
@@ -264,7 +267,7 @@ def _join(
     strategy: str | tf.distribute.Strategy,
     arguments: dict[str, Any],
 ) -> _Joined:
-    """Join the cluster, if there is one. Restart TensorFlow if it was used too early for that."""
+    """Joins the cluster, if there is one. Restarts TensorFlow if it was used too early for that."""
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise ConfigurationError(
             "Expected `strategy` to be a name or a tf.distribute.Strategy. Received: "
@@ -276,7 +279,7 @@ def _join(
             return _Joined(own, model, arguments)
         raise ConfigurationError(
             f"The model {model.name!r} was made inside the scope of {type(own).__name__}, but "
-            f"strategy={strategy!r} is another one. "
+            f"strategy={strategy!r} is a different one. "
             'Leave strategy="auto", or make the model outside any scope.'
         )
     if isinstance(strategy, str):
@@ -289,15 +292,15 @@ def _join(
 
 
 def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str, Any]) -> _Joined:
-    """Restart TensorFlow to join the cluster, and take the model and the data along."""
+    """Restarts TensorFlow to join the cluster, and transfers the model and the data."""
     is_model = isinstance(model, keras.Model)
     origin = Blueprint.of(model, is_revived=True) if is_model else model
     unpack = carry.pack(arguments)
     context.reset()
     joined = _Joined(startup.join("auto"), origin, unpack())
     announce(
-        "TensorFlow was started afresh to join the cluster. The model and data given here came "
-        "along; other models, tensors and datasets that were made before are dead. "
+        "TensorFlow was restarted to join the cluster. The given model and data were transferred; "
+        "other models, tensors and datasets from before are no longer usable. "
         "`keras_distplug.init()` at the top of the script avoids this"
     )
     return joined
@@ -305,7 +308,7 @@ def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str
 
 @dataclass(frozen=True)
 class _OpenRun:
-    """The run to train, and this worker's part in it."""
+    """The run to train, and this worker's role in it."""
 
     role: Role
     callbacks: list[keras.callbacks.Callback]
@@ -319,7 +322,7 @@ def _open_run(
     data: Mapping[str, str],
     options: Mapping[str, Any],
 ) -> _OpenRun:
-    """Complete the callbacks by those of `defaults`, and open the run that they keep."""
+    """Adds the callbacks of `defaults`, and opens the run that they keep."""
     role = agreement.role_under(model.distribute_strategy)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise ConfigurationError(
@@ -334,7 +337,7 @@ def _open_run(
         raise ConfigurationError(
             f"Expected {', '.join(f'`{name}`' for name in own)} as an argument of the "
             "BackupAndRestore among the callbacks. Received: an argument of `distributed_fit`. "
-            "Pass it to the callback, or leave the callback out."
+            "Pass it to the callback, or omit the callback."
         )
     own = [
         chief_only.for_role(each, role) if chief_only.writes_files(each) else each for each in given
@@ -347,7 +350,7 @@ def _open_run(
 def _feed(
     placement: Placement, run: _OpenRun, arguments: Mapping[str, Any]
 ) -> Callable[[], keras.callbacks.History]:
-    """Return the call of the model's `fit` on data that can be resumed, and announce that data."""
+    """Returns the call of the model's `fit` on resumable data, and announces that data."""
     model = placement.model
     is_quiet = arguments.get("verbose", "auto") == "auto" and not run.role.is_chief
     others = {**arguments, "callbacks": run.callbacks}

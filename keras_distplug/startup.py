@@ -1,4 +1,4 @@
-"""Joining the cluster: which strategy, made while TensorFlow still allows it."""
+"""Joins the cluster, and creates the strategy while TensorFlow still allows it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_CLUSTERS = ("multi_worker", "parameter_server")
 
 _joined: dict[str, tf.distribute.Strategy] = {}
 _joined_with: dict[str, Timeouts] = {}
-_asked_for: list[str] = []  # the names that `init` was given, the newest last
+_asked_for: list[str] = []  # the names given to `init`, the newest last
 
 
 def init(
@@ -37,8 +37,8 @@ def init(
     """Joins the cluster that the environment describes. Call it at the top of the script.
 
     TensorFlow forms a cluster only before the first tensor, model or dataset exists. Under
-    `keras-distplug run` importing `keras_distplug` does this by itself; without it
-    `distributed_fit` carries model and data over where that is possible.
+    `keras-distplug run`, importing `keras_distplug` calls `init` automatically. Without `init`,
+    `distributed_fit` restarts TensorFlow and transfers model and data, if that is possible.
 
     Example:
 
@@ -52,28 +52,26 @@ def init(
     Args:
         strategy: `"auto"`, `"one_device"`, `"mirrored"`, `"central_storage"` (every device
             computes, the CPU holds the variables), `"multi_worker"` or `"parameter_server"`.
-            Defaults to `"auto"`: 'ps' tasks in the cluster -> parameter_server; several workers, by
-            TF_CONFIG, Slurm, Vertex AI, SageMaker or Kubernetes -> multi_worker; several GPUs ->
-            mirrored; else one device. Once a name was given, `"auto"` is that one, here and in
-            `distributed_fit`.
-        heartbeat_timeout_secs: After how many seconds without a heartbeat a worker counts as lost,
-            at least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
-            `keras-distplug run --heartbeat-timeout` sets, and else to TensorFlow's 10.
-        collective_timeout_secs: After how many seconds a step fails in which workers wait for each
-            other, at least 1. It has to be longer than the slowest step of the slowest worker, and
-            than what a worker may do between two steps. Defaults to
-            KERAS_DISTPLUG_COLLECTIVE_TIMEOUT, which `keras-distplug run --collective-timeout` sets,
-            and else to no limit.
+            Defaults to `"auto"`: parameter_server in a cluster with 'ps' tasks; multi_worker with
+            several workers (TF_CONFIG, Slurm, Vertex AI, SageMaker or Kubernetes); mirrored with
+            several GPUs; else one_device. After a call with a name, `"auto"` stands for that name,
+            here and in `distributed_fit`.
+        heartbeat_timeout_secs: Seconds without a heartbeat after which a worker counts as lost: at
+            least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
+            `keras-distplug run --heartbeat-timeout` sets, or else to TensorFlow's 10.
+        collective_timeout_secs: Seconds after which a step fails in which workers wait for each
+            other: at least 1. Must be longer than the slowest step of the slowest worker, and
+            longer than the work between two steps. Defaults to KERAS_DISTPLUG_COLLECTIVE_TIMEOUT,
+            which `keras-distplug run --collective-timeout` sets, or else to no limit.
 
     Returns:
-        The strategy, the same object whenever it is the same one. In a 'worker' or 'ps' task of a
-        cluster with parameter servers it never returns: the process serves the chief, until it is
-        ended by SIGTERM, or has found nobody at the chief's address for five minutes
-        (KERAS_DISTPLUG_CHIEF_GONE_SECS) after the chief was there.
+        The strategy; repeated calls return the same object. In a 'worker' or 'ps' task of a cluster
+        with parameter servers, `init` never returns: the process serves the chief until SIGTERM
+        ends it, or until the chief has been gone for five minutes (KERAS_DISTPLUG_CHIEF_GONE_SECS).
 
     Raises:
-        ConfigurationError: If the strategy is unknown, or does not fit the environment; for a
-            time-out that cannot be.
+        ConfigurationError: If the strategy is unknown or does not fit the environment, or a timeout
+            is invalid.
         ClusterError: If the workers were given different clusters or versions, or an address that
             does not lead to its worker.
         PeerLostError: If another worker failed before it joined, or did not start within an hour
@@ -86,7 +84,7 @@ def init(
 
 
 def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy:
-    """As `init`, without saying what `"auto"` is from now on."""
+    """Does what `init` does, without changing the meaning of `"auto"`."""
     versions.check()
     given = given or Timeouts()
     timeouts = given.or_else(Timeouts.from_env(os.environ))
@@ -95,7 +93,7 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
         roles.require_not_numbered(os.environ)
     choice = _choose(strategy, role)
     if choice.name == "parameter_server":
-        # A task that is being started again is to be waited for, instead of failing at once.
+        # Waits for a task that is being restarted, instead of failing immediately.
         os.environ["GRPC_FAIL_FAST"] = "use_caller"
         if role.is_server:
             if Supervised.from_env() is None:
@@ -112,8 +110,8 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
         given.or_else(_joined_with[choice.name]) != _joined_with[choice.name]
     ):
         warnings.warn(
-            "The cluster is formed already, with other time-outs. Received: "
-            f"{timeouts}; in force: {_joined_with[choice.name]}. Under `keras-distplug run`, which "
+            "The cluster already exists, with other timeouts. Received: "
+            f"{timeouts}; in use: {_joined_with[choice.name]}. Under `keras-distplug run`, which "
             "joins on import, use its --heartbeat-timeout and --collective-timeout.",
             stacklevel=3,
         )
@@ -121,7 +119,7 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
 
 
 def global_batch(per_replica: int, strategy: tf.distribute.Strategy | None = None) -> int:
-    """Samples in a batch that gives each replica `per_replica` of them.
+    """Returns the size of a global batch in which every replica gets `per_replica` samples.
 
     Example:
 
@@ -131,8 +129,9 @@ def global_batch(per_replica: int, strategy: tf.distribute.Strategy | None = Non
     ```
 
     Args:
-        per_replica: Samples that one replica takes in a step.
-        strategy: Whose replicas. Defaults to the one in scope, or else that of `init()`.
+        per_replica: The number of samples of one replica in a step.
+        strategy: The strategy whose replicas are counted. Defaults to the one in scope, or else to
+            that of `init()`.
 
     Returns:
         `per_replica` times the number of replicas, over all workers.
@@ -151,12 +150,12 @@ def global_batch(per_replica: int, strategy: tf.distribute.Strategy | None = Non
 def scaled_learning_rate(
     learning_rate: float, strategy: tf.distribute.Strategy | None = None
 ) -> float:
-    """The learning rate for a global batch that has grown with the number of replicas.
+    """Returns the learning rate for a global batch that grows with the number of replicas.
 
-    The linear scaling rule: a batch k times as large takes a learning rate k times as high, behind
-    a warm-up (`warmup_steps` of `keras.optimizers.schedules.CosineDecay`), for optimizers of the
-    SGD kind. Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677. A global batch
-    that stays as it was needs none of this: the mathematics are those of one device.
+    The linear scaling rule: a batch k times as large takes a learning rate k times as high, after a
+    warm-up (`warmup_steps` of `keras.optimizers.schedules.CosineDecay`), for SGD-like optimizers.
+    Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677. If the global batch stays
+    the same, the learning rate does, too: the computation is that of one device.
 
     Example:
 
@@ -166,8 +165,9 @@ def scaled_learning_rate(
     ```
 
     Args:
-        learning_rate: What is right for the batch of one replica.
-        strategy: Whose replicas. Defaults to the one in scope, or else that of `init()`.
+        learning_rate: The learning rate for the batch of one replica.
+        strategy: The strategy whose replicas are counted. Defaults to the one in scope, or else to
+            that of `init()`.
 
     Returns:
         `learning_rate` times the number of replicas, over all workers.
@@ -188,7 +188,7 @@ def _replicas(strategy: tf.distribute.Strategy | None) -> int:
 
 
 def join_on_import() -> None:
-    """`init()` for a script that a supervisor started, unless it is too late or not its place."""
+    """Calls `init()` in a worker of a supervisor, unless it is too late or a subprocess."""
     if os.environ.get(_AUTOMATIC) == "0" or multiprocessing.parent_process() is not None:
         return
     if os.environ.setdefault(JOINED_BY, str(os.getpid())) != str(os.getpid()):
@@ -198,13 +198,13 @@ def join_on_import() -> None:
 
 
 def needs_fresh_context(strategy: str) -> bool:
-    """Would `init(strategy)` come too late for what was made before?"""
+    """True if TensorFlow is already in use, so that `init(strategy)` would come too late."""
     choice = _choose(strategy, roles.from_environment(os.environ))
     return choice.name in _OF_CLUSTERS and not _joined and context.is_initialized()
 
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
-    """What `init` calls a strategy of this kind; the name of its class if it has no such name."""
+    """Returns the name of a strategy for `init`, or else the name of its class."""
     if workers.is_multi_worker(strategy):
         return "multi_worker"
     if workers.is_scheduled(strategy):
@@ -228,7 +228,7 @@ def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute
     os.environ["TF_CONFIG"] = role.to_tf_config()
     peers.watch()
     is_served = choice.name == "parameter_server"
-    if Supervised.from_env() is None:  # a supervisor knows who is missing, and tries other ports
+    if Supervised.from_env() is None:  # a supervisor reports missing workers, and tries other ports
         _meet(role, is_served)
     strategy = _parameter_server() if is_served else _multi_worker(timeouts)
     trainer.install_dispatch()
@@ -264,9 +264,9 @@ def _parameter_server() -> tf.distribute.Strategy:
     )
     if strategy.num_replicas_in_sync > 1:
         raise ConfigurationError(
-            "Under ParameterServerStrategy each worker has to have one GPU at most. Received: "
-            f"workers with {strategy.num_replicas_in_sync} GPUs. Start a worker for each GPU, with "
-            "a CUDA_VISIBLE_DEVICES of its own."
+            "Under ParameterServerStrategy, a worker must have at most one GPU. Received: workers "
+            f"with {strategy.num_replicas_in_sync} GPUs. Start a worker for every GPU, with its "
+            "own CUDA_VISIBLE_DEVICES."
         )
     return strategy
 
@@ -289,7 +289,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _devices() -> list[str] | None:
-    """All GPUs; without any, all logical CPUs (TensorFlow itself would take one)."""
+    """Returns all GPUs or, without any, all logical CPUs (TensorFlow itself would use one)."""
     if tf.config.list_physical_devices("GPU"):
         return None
     return [device.name for device in tf.config.list_logical_devices("CPU")]

@@ -1,1 +1,1 @@
-"""Who we are in the cluster, and how we agree with the others."""
+"""This process's role in the cluster, and the messages between workers."""

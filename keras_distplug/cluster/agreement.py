@@ -1,4 +1,4 @@
-"""Which part a process has under a strategy, and the channel to the other workers."""
+"""The role of a process under a strategy, and its channel to the other workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_distplug.core.errors import AgreementError
 
 
 def role_under(strategy: Any) -> Role:
-    """This process's part under `strategy`, a `tf.distribute.Strategy`."""
+    """Returns this process's role under `strategy`, a `tf.distribute.Strategy`."""
     from keras_distplug.backend.tensorflow.runtime import workers  # loads TensorFlow
 
     if not workers.is_multi_worker(strategy) and not workers.is_scheduled(strategy):
@@ -21,9 +21,9 @@ def role_under(strategy: Any) -> Role:
 
 
 def among(role: Role) -> Channel:
-    """Return the channel between the workers of `role`'s cluster."""
+    """Returns the channel between the workers of `role`'s cluster."""
     if role.world_size == 1:
-        return Channel(role, _NobodyElse())
+        return Channel(role, _NoPeers())
     from keras_distplug.backend.tensorflow.runtime.context import (
         ServiceKeyValues,  # loads TensorFlow
     )
@@ -32,18 +32,18 @@ def among(role: Role) -> Channel:
 
 
 def alone() -> Channel:
-    """Return the channel of a process that agrees with itself."""
+    """Returns the channel of a single process, which agrees with itself."""
     return among(single_process())
 
 
-class _NobodyElse:
-    """The store of one process, which keeps nothing: nobody else reads it."""
+class _NoPeers:
+    """The store of a single process. It keeps nothing, because no other process reads it."""
 
     def put_first(self, key: str, value: str) -> bool:
         return True
 
     def get(self, key: str, timeout_s: float | None) -> str:
-        raise AgreementError(f"{key!r}: there is no other worker to hear it from.")
+        raise AgreementError(f"{key!r}: there is no other worker that could send it.")
 
     def delete(self, key: str) -> None:
         return

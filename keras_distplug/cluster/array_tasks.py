@@ -1,4 +1,4 @@
-"""Which task of an array job this process is, read from the environment alone."""
+"""Finds the task number of an array job in the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TASKS = (
     "LSB_JOBINDEX",
     "AWS_BATCH_JOB_ARRAY_INDEX",
 )
-# Of a Kubernetes Job and of Google Cloud Batch; the workers of one training may have them, too.
+# Kubernetes Jobs and Google Cloud Batch set these for array tasks and for workers of one training.
 _TASKS_OR_WORKERS = ("JOB_COMPLETION_INDEX", "BATCH_TASK_INDEX")
 _NO_TASK = {"SGE_TASK_ID": "undefined", "LSB_JOBINDEX": "0"}
 
@@ -26,7 +26,7 @@ def array_task(environ: Mapping[str, str]) -> str | None:
         environ: Usually `os.environ`.
 
     Raises:
-        ClusterError: The variables describe no valid cluster.
+        ClusterError: If the variables describe no valid cluster.
     """
     for name in (*_TASKS, *_TASKS_OR_WORKERS):
         task = environ.get(name)

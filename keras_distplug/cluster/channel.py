@@ -1,7 +1,7 @@
-"""How the workers of one run send each other messages and agree.
+"""Messages and agreements between the workers of one run.
 
-Everything that workers tell each other outside the training step goes through a `Channel`, over one
-key-value store. It is never a collective, and safe in any thread.
+All communication between workers outside the training step uses a `Channel`, over one key-value
+store. A channel never uses a collective, and is safe in any thread.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from keras_distplug.core.errors import AgreementError
 
 
 class KeyValues(Protocol):
-    """A small store that all workers see."""
+    """A small store shared by all workers."""
 
     def put_first(self, key: str, value: str) -> bool:
-        """Store `value`. Return False, without effect, if `key` exists."""
+        """Stores `value`. Returns False, without effect, if `key` exists."""
         ...
 
     def get(self, key: str, timeout_s: float | None) -> str:
-        """Wait for `key`. Raise TimeoutError, or ConnectionError if a worker is gone."""
+        """Waits for `key`. Raises TimeoutError, or ConnectionError if a worker is lost."""
         ...
 
     def delete(self, key: str) -> None:
-        """Delete `key` and all keys below it."""
+        """Deletes `key` and all keys below it."""
         ...
 
     def barrier(self, key: str, timeout_s: float) -> None:
-        """Wait until every worker has called this with `key`. Raise like `get`."""
+        """Waits until every worker has called this with `key`. Raises the errors of `get`."""
         ...
 
 
@@ -42,17 +42,17 @@ class Channel:
 
     All workers must call `from_chief`, `to_chief`, `gather`, `first_complaint`, `barrier` and
     `session` for the same topics in the same order. `tell`, `hear` and `forget` have no order:
-    their topics are this channel's own, each told once.
+    their topics belong to this channel, and a topic is used once.
 
-    Every method raises AgreementError if the others cannot be heard. Its cause is a TimeoutError if
-    only the time is over, and a ConnectionError if a worker is gone.
+    Every method raises AgreementError if the other workers cannot be reached. Its cause is a
+    TimeoutError after the timeout, and a ConnectionError if a worker is lost.
 
     Args:
-        role: This worker's place.
-        store: The store that all workers see.
-        scope: The prefix of topics.
-        timeout_s: How long a worker waits for another one, which may be in a callback that only
-            it has. A worker that is lost, or hangs, is found by others, and sooner.
+        role: This worker's role.
+        store: The store shared by all workers.
+        scope: The prefix of topics. Defaults to `""`.
+        timeout_s: Seconds to wait for another worker, which may be busy in a callback that only it
+            has. Defaults to two hours: lost or hanging workers are detected elsewhere, and sooner.
     """
 
     def __init__(
@@ -62,24 +62,26 @@ class Channel:
         self._store = store
         self._scope = scope
         self._timeout_s = timeout_s
-        self._answers: list[str] = []  # keys of what the chief has told all
+        self._answers: list[str] = []  # keys of messages from the chief to all workers
 
     def session(self, topic: str) -> Channel:
-        """Return a channel whose messages no other session sees, be it of an earlier `fit`."""
+        """Returns a channel whose messages no other session sees, such as an earlier `fit`."""
         name = uuid.uuid4().hex if self.role.is_chief else None
         return self.below(self.from_chief(topic, name))
 
     def below(self, topic: str) -> Channel:
-        """Return a channel for the topics below `topic`."""
+        """Returns a channel for the topics below `topic`."""
         return Channel(self.role, self._store, f"{self._scope}{topic}/", self._timeout_s)
 
     def from_chief(self, topic: str, value: str | None) -> str:
-        """The chief gives `value`; everyone returns it. Other workers give None and wait."""
+        """Returns the chief's `value` on all workers. Other workers pass None, and wait."""
         return self._from_chief(self._next_key(topic), topic, value)
 
     def to_chief(self, topic: str, value: str) -> list[str] | None:
-        """Everyone gives a value; the chief returns all of them, in the workers' order, and others
-        None, at once. For what the others have no use for: it would be sent to each of them."""
+        """Returns the values of all workers on the chief, by rank, and None elsewhere, immediately.
+
+        Cheaper than `gather`, which sends all values to every worker.
+        """
         key = self._next_key(topic)
         if not self.role.is_chief:
             self._put(f"{key}/{self.role.rank}", topic, value)
@@ -87,23 +89,25 @@ class Channel:
         said = [
             value
             if rank == self.role.rank
-            else self._get(f"{key}/{rank}", f"the word of worker {rank} on {topic!r}")
+            else self._get(f"{key}/{rank}", f"the message of worker {rank} on {topic!r}")
             for rank in range(self.role.world_size)
         ]
         self._delete(key)  # the store lives as long as the job
-        # Who has spoken now has heard all of the time before.
+        # A worker that has sent this message has received all earlier ones.
         while self._answers:
             self._delete(self._answers.pop())
         return said
 
     def gather(self, topic: str, value: str) -> list[str]:
-        """Everyone gives a value; everyone returns all of them, in the workers' order."""
-        told: list[str] = json.loads(self._answered(topic, value, json.dumps))
-        return told
+        """Returns the values of all workers, by rank, on all workers."""
+        values: list[str] = json.loads(self._answered(topic, value, json.dumps))
+        return values
 
     def first_complaint(self, topic: str, complaint: str | None) -> str | None:
-        """Everyone says what is wrong, or None; everyone returns the complaint of the first worker
-        that has one, or None once all have said that nothing is."""
+        """Returns the complaint of the first worker that has one, on all workers.
+
+        Returns None once all workers have passed None.
+        """
 
         def first_of(said: list[str]) -> str:
             return next((each for each in said if each != "null"), "null")
@@ -112,38 +116,38 @@ class Channel:
         return first
 
     def barrier(self, topic: str, within_s: float | None = None) -> None:
-        """Return on all workers once all workers have called this."""
+        """Returns once all workers have called this."""
         timeout_s = self._timeout_s if within_s is None else within_s
         with self._explained(f"all workers at {topic!r}", timeout_s):
             self._store.barrier(self._next_key(topic), timeout_s)
 
     def tell(self, topic: str, text: str) -> None:
-        """Say `text` to all other workers, once for each `topic`."""
+        """Sends `text` to all other workers. A topic is used once."""
         self._put(self._told(topic), self._scope + topic, text)
 
     def tell_first(self, topic: str, text: str) -> bool:
-        """Say `text` unless a worker has told `topic` before; return False then."""
+        """Sends `text`, unless a worker has used `topic` before: then it returns False."""
         return self._put_first(self._told(topic), self._scope + topic, text)
 
     def hear(self, topic: str, timeout_s: float | None) -> str:
-        """Wait for what a worker tells; with None, without a limit, even if a worker is lost."""
+        """Waits for a message. With None, waits without limit, even if a worker is lost."""
         awaited = f"{self._scope + topic!r} from another worker"
         with self._explained(awaited, timeout_s):
             return self._store.get(self._told(topic), timeout_s)
 
     def forget(self, topic: str) -> None:
-        """Make room: delete what was told of `topic`, and of all topics below it."""
+        """Deletes the messages of `topic` and of all topics below it, to free memory."""
         self._delete(self._told(topic))
 
     def _answered(self, topic: str, value: str, answer: Callable[[list[str]], str]) -> str:
-        # The chief alone reads what each says: if all did, messages grew with the workers' square.
+        # Only the chief reads all values. Otherwise, traffic would grow with the square of workers.
         said = self.to_chief(topic, value)
         key = self._next_key(topic)
         return self._from_chief(key, topic, None if said is None else answer(said))
 
     def _from_chief(self, key: str, topic: str, value: str | None) -> str:
         if not self.role.is_chief:
-            return self._get(key, f"the chief's word on {topic!r}")
+            return self._get(key, f"the chief's message on {topic!r}")
         if value is None:
             who = "chief" if self.role.world_size > 1 else "only worker"
             raise AgreementError(f"Agreement on {topic!r}: the {who} gave no value.")
@@ -153,10 +157,10 @@ class Channel:
 
     def _put(self, key: str, topic: str, text: str) -> None:
         if not self._put_first(key, topic, text):
-            raise AgreementError(f"{self.role.name}: {topic!r} has been told before.")
+            raise AgreementError(f"{self.role.name}: {topic!r} has been sent before.")
 
     def _put_first(self, key: str, topic: str, text: str) -> bool:
-        with self._explained(f"telling {topic!r}", self._timeout_s):
+        with self._explained(f"the store to accept {topic!r}", self._timeout_s):
             return self._store.put_first(key, text)
 
     def _get(self, key: str, awaited: str) -> str:
@@ -174,20 +178,20 @@ class Channel:
         except TimeoutError as error:
             raise AgreementError(
                 f"{self.role.name} waited {timeout_s or 0:.0f} s for {awaited}. Look at the "
-                f"other workers' output for what keeps them. Cause: {error}"
+                f"other workers' output to see what delays them. Cause: {error}"
             ) from error
         except ConnectionError as error:
             raise AgreementError(
                 f"{self.role.name} waited for {awaited} and lost another worker. Look at the "
-                f"other workers' output for how it ended. Cause: {error}"
+                f"other workers' output to see how it ended. Cause: {error}"
             ) from error
 
     def _told(self, topic: str) -> str:
         return f"keras_distplug/told/{self._scope}{topic}"
 
     def _next_key(self, topic: str) -> str:
-        # The store refuses a key twice, and a barrier met once stays open. Several objects share
-        # one store, so the count belongs to the process.
+        # The store accepts a key once, and a barrier stays open after its first use. Several
+        # channels share one store, so the counter belongs to the process.
         return f"keras_distplug/{next(_questions)}/{topic}"
 
 

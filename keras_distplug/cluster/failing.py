@@ -1,8 +1,8 @@
-"""How an error that ends this process relates to the other workers.
+"""Finds out whether an error that ends this process comes from another worker.
 
-An error that no `fit` has explained, such as one while a model is built, may come from the loss of
-another worker. One that is this process's own ends the others: they would notice later, or wait for
-a worker that never comes.
+An error outside `fit`, such as one while a model is built, may follow from the loss of another
+worker. If the error is this process's own, the other workers are notified and end, too. They would
+otherwise notice later, or wait for a worker that never joins.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""How a process ends that an error of ours has ended, for whoever starts it again.
+"""Exit codes of processes that end with an error of this package, for supervisors and schedulers.
 
-One that has lost another worker says so by its code. TensorFlow waits for its cluster when the
-interpreter ends, which then took from 1 s to 51 s, or for ever. So a process that ends with a
-`PeerLostError` goes as others do up to its `atexit` functions, and leaves behind the last of them.
-One that has caught the error ends as usual, because nobody can tell its code before, but not
-without a limit. Workers that leave together, told to go, do not wait for each other either.
+A process that has lost another worker reports that with its exit code. When the interpreter ends,
+TensorFlow waits for its cluster: measured, 1 s to 51 s, or forever. So a process that ends with a
+`PeerLostError` runs its `atexit` functions and exits after the last of them. A process that caught
+the error ends as usual, because its exit code is not known yet, but within a time limit. Preempted
+workers that leave together do not wait for each other either.
 
-An error that no `fit` has explained may be for a lost worker, too; and one that is not ends the
-others, who hear of it before TensorFlow would notice, and before they have all joined.
+An error outside `fit` may also follow from the loss of a worker. If it does not, the other workers
+are notified and end, before TensorFlow would notice, even if they have not all joined yet.
 
-One that a supervisor or a scheduler has started, and that ends with a `ConfigurationError`, would
-do so each time. It leaves in the same way, with a code that says that. Others do not.
+A process that a supervisor or scheduler started, and that ends with a `ConfigurationError`, would
+fail the same way again. It exits in the same manner, with a code that says so. Other processes keep
+Python's exit code.
 """
 
 from __future__ import annotations
@@ -38,65 +39,65 @@ from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.supervised import JOB, Phase, Supervised
 
-_LAST_WORDS_S = 30.0  # for `atexit` functions, and a save under way
-_END_S = 30.0  # for TensorFlow's end
+_LAST_WORDS_S = 30.0  # for `atexit` functions, and a save in progress
+_END_S = 30.0  # for TensorFlow to shut down
 _MARK = "_distplug_hook"
 
 
 class _Ending:
-    """Of this process."""
+    """How this process will end."""
 
     peer_is_lost = False
-    code: int | None = None  # once it is known
+    code: int | None = None  # None until it is known
     callers: FrameType | None = None
     consulted: ClassVar[set[Callable[[Exception], int | None]]] = set()
 
 
 def prepare() -> None:
-    """To be called early: of what is registered for the end, the first runs last."""
+    """Prepares the end of this process. Call it early: what is registered first runs last."""
     register()
     if is_started_by_others(os.environ):
         _hear_of_errors()
 
 
 def consult(code_of: Callable[[Exception], int | None]) -> None:
-    """Asks `code_of` for the exit code after other errors; None keeps Python's."""
+    """Registers a function that returns the exit code after other errors, or None for Python's."""
     _Ending.consulted.add(code_of)
 
 
 def is_started_by_others(environ: Mapping[str, str]) -> bool:
-    """Whether a supervisor, or what starts the workers of a cluster, reads this process's code."""
+    """True if a supervisor or a scheduler of workers reads this process's exit code."""
     if JOB in environ:
         return True
     try:
         return bool(roles.from_environment(environ).cluster)
     except ClusterError:
-        return True  # somebody has set what cannot be read
+        return True  # variables are set, but cannot be read
 
 
 def with_code(code: int) -> None:
-    """To be called before a `SystemExit` with this code, which all workers leave with."""
+    """Sets the exit code. Call it before a `SystemExit` with this code on all workers."""
     _Ending.code = code
-    # What the callers hold stays: TensorFlow may take up to a minute to end an iterator
-    # (`RootDataset` misses that it is to end, until it would next look).
+    # Keeps the callers' objects alive: TensorFlow may take up to a minute to end an iterator
+    # (`RootDataset` notices its cancellation late).
     _Ending.callers = sys._getframe(1)
 
 
 def peer_is_lost() -> None:
-    """To be called before the `PeerLostError` is raised."""
+    """Notes the loss of a worker. Call it before the `PeerLostError` is raised."""
     _Ending.peer_is_lost = True
     _hear_of_errors()
 
 
 def is_fenced() -> None:
-    """To be called before a `FencedError` is raised."""
+    """Notes the loss of the directory. Call it before a `FencedError` is raised."""
     register()
     _hear_of_errors()
 
 
 @functools.cache
 def register() -> None:
-    """Has this process leave by its code at its very end, if it has one; done once."""
+    """Registers the exit with the code, if there is one, as the last `atexit` function."""
     atexit.register(_leave)
 
 
@@ -131,25 +132,24 @@ def _code_after(error: BaseException) -> int | None:
         return None
     supervised = Supervised.from_env()
     if supervised is not None:
-        with contextlib.suppress(ClusterError):  # then nobody knows who this is
+        with contextlib.suppress(ClusterError):  # then this worker has no name
             name = roles.from_environment(os.environ).name
             supervised.report(name, Phase.REFUSED, f"{type(reason).__name__}: {reason}")
     return ExitCode.DO_NOT_RESTART
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it came from."""
+    """Yields an error and its causes."""
     while error is not None:
         yield error
-        # Keras takes the cause from an error that passes its `fit`, and leaves the context.
+        # Keras removes the cause of an error that passes its `fit`, but not the context.
         error = error.__cause__ or error.__context__
 
 
 def _cause(
     error: BaseException | None, kinds: tuple[type[BaseException], ...]
 ) -> BaseException | None:
-    # Not by way of the context: a caller that has caught the error may have failed at something
-    # else.
+    # Not the context: a caller that caught the error may have failed at something else.
     while error is not None and not isinstance(error, kinds):
         error = error.__cause__
     return error
@@ -160,13 +160,13 @@ def _leave() -> None:
         logging.shutdown()
         _exit(_Ending.code)
     if _Ending.peer_is_lost and hasattr(signal, "setitimer"):
-        # The kernel keeps this limit when no thread of Python runs any more.
+        # The kernel enforces this limit even when no Python thread runs.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _END_S)
 
 
 def _exit(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit(code)

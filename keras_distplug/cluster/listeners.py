@@ -1,4 +1,4 @@
-"""Threads that wait for messages of other workers, past the one that trains."""
+"""Threads that wait for messages of other workers, without the training thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.threads import before_threads_end
 
 _CLOSED = "closed"
-_PAUSE_S = 1.0  # before what has failed is tried again
+_PAUSE_S = 1.0  # before a retry
 _TRIES = 5
-_PATIENCE_S = 5.0  # for a message that is due; then it is asked for again
+_PATIENCE_S = 5.0  # for a message that is due, before it is requested again
 _CLOSING_S = 5.0
 
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ class Listener:
     `close` answers the request itself.
 
     Args:
-        channel: To the other workers, of one session.
+        channel: The channel to the other workers, of one session.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -42,7 +42,7 @@ class Listener:
         close_at_exit(self)
 
     def _run(self) -> None:
-        """Do the work of the thread."""
+        """Does the work of the thread."""
         raise NotImplementedError
 
     @property
@@ -50,14 +50,14 @@ class Listener:
         return self._closed.is_set()
 
     def close(self) -> None:
-        """End the thread, and wait a few seconds for that."""
+        """Ends the thread, and waits a few seconds for its end."""
         if self._closed.is_set():
             return
         self._closed.set()
         if (awaited := self._awaited) is not None:
 
             def answer() -> None:
-                # Who keeps the messages may be frozen, or gone, which the thread hears, too.
+                # The chief, which keeps the messages, may be frozen or gone. The thread notices.
                 with contextlib.suppress(AgreementError):
                     self._channel.tell_first(awaited, _CLOSED)
 
@@ -65,8 +65,8 @@ class Listener:
         self._join(_CLOSING_S)
 
     def _hear(self, topic: str) -> str | None:
-        """Wait for a message without a limit. Return None once this is closed."""
-        self._awaited = topic  # before it looks, so that `close` cannot miss both
+        """Waits for a message without limit. Returns None once this is closed."""
+        self._awaited = topic  # before the check, so that `close` cannot miss both
         if self._closed.is_set():
             return None
         text = self._channel.hear(topic, None)
@@ -79,12 +79,12 @@ class Listener:
 
 
 class Mailbox(Listener):
-    """Receives letters until it is closed, and sends them to all workers, this one among them.
+    """Receives letters until it is closed, and sends letters to all workers, including this one.
 
     Args:
-        channel: As of `Listener`.
-        on_letter: Called, from a thread, with each letter.
-        on_lost: Called, from a thread, with what keeps the workers from hearing each other.
+        channel: The channel to the other workers, of one session.
+        on_letter: Called in a thread with every letter.
+        on_lost: Called in a thread with the error if workers can no longer communicate.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Mailbox(Listener):
     ) -> None:
         self._on_letter = on_letter
         self._on_lost = on_lost
-        self._free = [0] * channel.role.world_size  # for each, the first number that may be
+        self._free = [0] * channel.role.world_size  # by rank: the first number that may be unused
         super().__init__(channel)
 
     def send(self, letter: str) -> None:
-        """To all workers. Waits until it is on its way, for ever if who keeps the messages is
-        frozen.
+        """Sends `letter` to all workers, and waits until it is stored: forever, if the chief, which
+        keeps the messages, is frozen.
 
         Raises:
-            AgreementError: If that is not possible.
+            AgreementError: If it cannot be sent.
         """
         for rank, number in enumerate(self._free):
             while not self._channel.tell_first(f"letter/{rank}/{number}", letter):
@@ -111,11 +111,11 @@ class Mailbox(Listener):
             self._free[rank] = max(self._free[rank], number + 1)
 
     def send_first(self, letter: str) -> None:
-        """Send `letter`, in the background, unless a worker has sent one in this way before."""
+        """Sends `letter` in the background, unless a worker has done so before."""
 
         def send() -> None:
             try:
-                # One whose answer was lost is the first, too.
+                # If the answer was lost, the stored name shows that this worker is the first.
                 me = self._channel.role.name
                 if self.tell("told", me) or self.hear("told") == me:
                     self._persist(lambda: self.send(letter))
@@ -125,15 +125,15 @@ class Mailbox(Listener):
         in_background(send)
 
     def tell(self, topic: str, text: str) -> bool:
-        """As the channel's `tell_first`, trying again what fails."""
+        """Calls the channel's `tell_first`, and retries after errors."""
         return self._persist(lambda: self._channel.tell_first(topic, text))
 
     def hear(self, topic: str) -> str:
-        """As the channel's `hear`, for as long as no worker is lost and this is not closed."""
+        """Calls the channel's `hear` until a worker is lost or this is closed."""
         return self._persist(lambda: self._channel.hear(topic, _PATIENCE_S))
 
     def _persist(self, ask: Callable[[], Result]) -> Result:
-        """Asks again for what is not told yet, and a few times for what fails."""
+        """Repeats `ask` after timeouts, and a few times after other errors."""
         tries = 0
         while True:
             try:
@@ -161,14 +161,14 @@ class Mailbox(Listener):
 
 
 class Reports(Listener):
-    """Brings the n-th reports of all workers together, on the chief, until it is closed.
+    """Collects the n-th reports of all workers on the chief, until it is closed.
 
-    Nobody waits for them. If messages are lost, there are no more reports, which is told.
+    Training never waits for reports. If messages are lost, reporting ends, and `on_lost` is called.
 
     Args:
-        channel: As of `Listener`.
-        on_all: Called on the chief, from a thread, with the reports of all, by rank.
-        on_lost: Called, from a thread, with what keeps the workers from hearing each other.
+        channel: The channel to the other workers, of one session.
+        on_all: Called on the chief, in a thread, with the reports of all workers, by rank.
+        on_lost: Called in a thread with the error if workers can no longer communicate.
     """
 
     def __init__(
@@ -184,23 +184,26 @@ class Reports(Listener):
         super().__init__(channel)
 
     def send(self, make: Callable[[], str]) -> None:
-        """Never waits: `make` makes the report in a thread, and may raise AgreementError.
+        """Sends a report without waiting.
+
+        Args:
+            make: Makes the report, in a thread. It may raise AgreementError.
 
         Raises:
-            RuntimeError: If an earlier one has failed, or what was called with it.
+            RuntimeError: If an earlier report or the call of `on_all` failed.
         """
         if self._failure is not None:
             raise RuntimeError(
-                f"What workers report to the chief has failed: {self._failure}"
+                f"Reporting from the workers to the chief has failed: {self._failure}"
             ) from self._failure
         self._own.put(make)
 
     def close(self, last_secs: float = 0.0) -> None:
-        """Ends what is under way.
+        """Ends the thread.
 
         Args:
-            last_secs: How long to wait for reports that are not together yet, which are of no use
-                any more then.
+            last_secs: Seconds to wait for reports that are not complete yet. Later ones are
+                dropped. Defaults to 0.
         """
         if self._closed.is_set():
             return
@@ -215,17 +218,17 @@ class Reports(Listener):
             while (make := self._own.get()) is not None and not self._closed.is_set():
                 report = make()
                 if role.is_chief:
-                    self._bring_together(report, number)
+                    self._collect(report, number)
                 else:
                     self._channel.tell_first(f"report/{number}/{role.rank}", report)
                 number += 1
         except AgreementError as error:
             if not self._closed.is_set():
                 self._on_lost(error)
-        except Exception as error:  # noqa: BLE001 (told by the next `send`)
+        except Exception as error:  # noqa: BLE001 (raised by the next `send`)
             self._failure = error
 
-    def _bring_together(self, own: str, number: int) -> None:
+    def _collect(self, own: str, number: int) -> None:
         reports = []
         for rank in range(self._channel.role.world_size):
             is_own = rank == self._channel.role.rank
@@ -249,9 +252,11 @@ class Closes(Protocol):
 
 
 def close_at_exit(each: Closes) -> None:
-    """A thread that hears of its end from TensorFlow's, when Python's has come, aborts the
-    process."""
-    _look_out_for_the_end()
+    """Closes `each` before threads end.
+
+    A thread that is still waiting for TensorFlow when Python ends aborts the process.
+    """
+    _register_closing()
     _open.add(each)
 
 
@@ -259,9 +264,9 @@ _open: weakref.WeakSet[Closes] = weakref.WeakSet()
 
 
 @functools.cache
-def _look_out_for_the_end() -> None:
+def _register_closing() -> None:
     before_threads_end(_close_all)
-    # A child's end would close over the connections of its parent.
+    # At its end, a forked child would close the connections of its parent.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_open.clear)
 

@@ -1,9 +1,9 @@
-"""Which worker is gone, when training fails for want of it.
+"""Finds the lost worker if training fails because of it.
 
-TensorFlow's errors come at different times and tell different things: the worker that was about to
-read from the dead one hears in an instant that a socket was closed, the others when heartbeats are
-missing, or when they next compute. So whoever notices asks the coordination service, and whether
-anybody still listens where the others did; and tells all others, whose steps then end, too.
+TensorFlow's errors come at different times with different contents. The worker that was about to
+read from the dead one notices the closed socket immediately, the others when heartbeats are missing
+or in their next step. So the first worker to notice asks the coordination service, checks which
+addresses still accept connections, and notifies all others, whose steps then end, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from keras_distplug.core.reporting import report
 
 _CONNECT_S = 1.0
 _PAUSE_S = 0.1
-_MARGIN_S = 2.0  # behind the heartbeats' time-out, until the service has looked
-_HEARD_S = 0.5  # until all have heard what the chief, which keeps the service, has told
+_MARGIN_S = 2.0  # after the heartbeat timeout, until the service has checked
+_HEARD_S = 0.5  # for the chief's message to arrive before its service ends
 
 _CAUSE_CHARS = 200
 
@@ -37,8 +37,8 @@ _WORD = re.compile(r"keras_distplug lost <(.*?)> by <(.*?)>", re.DOTALL)
 
 
 def watch() -> None:
-    """Lets `fit`, `evaluate` and `predict` raise `PeerLostError` when a worker is gone, and the
-    process end with the code for that. To be called before the cluster is formed."""
+    """Makes `fit`, `evaluate` and `predict` raise `PeerLostError` if a worker is lost, and the
+    process end with the code for that. Call it before the cluster is formed."""
     leaving.prepare()
     failures.explain_with(_explain)
 
@@ -48,7 +48,7 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
         return None
     role = agreement.role_under(strategy)
     if workers.is_scheduled(strategy):
-        # A worker that is lost is waited for; with a parameter server, its variables are gone.
+        # Training waits for a lost worker. The variables of a lost parameter server are gone.
         who = lost_server(error, role)
         remedy = "start the chief, the workers and the parameter servers again"
         return None if who is None else _peer_lost(role, who, remedy, error)
@@ -57,7 +57,7 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     service = ServiceKeyValues()
     if (who := lost(error, role, service)) is None:
         return None
-    with contextlib.suppress(ConnectionError, TimeoutError):  # then all notice by themselves
+    with contextlib.suppress(ConnectionError, TimeoutError):  # then every worker notices on its own
         service.report(f"keras_distplug lost <{who}> by <{list(_workers(role))[role.rank]}>")
     if role.is_chief:
         time.sleep(_HEARD_S)
@@ -91,19 +91,19 @@ def _peer_lost(role: Role, who: str, remedy: str, cause: Exception) -> PeerLostE
     report(PeerLost(who))
     first_line = str(cause).partition("\n")[0]
     return PeerLostError(
-        f"{role.name} lost {who}. Training cannot go on without it: {remedy}. With "
-        "`BackupAndRestore` among the callbacks training then goes on from its newest checkpoint. "
-        f"This process ends with the code {ExitCode.PEER_LOST:d} unless the error is caught. "
+        f"{role.name} lost {who}. Training cannot continue without it: {remedy}. With "
+        "`BackupAndRestore` among the callbacks, training then resumes from the newest checkpoint. "
+        f"This process exits with code {ExitCode.PEER_LOST:d} unless the error is caught. "
         f"Noticed by {type(cause).__name__}: {first_line[:_CAUSE_CHARS]}"
     )
 
 
 def lost_server(error: BaseException, role: Role) -> str | None:
-    """Which parameter server is gone, for people; None if the error has another reason.
+    """Returns the lost parameter server, for people; None if the error has another reason.
 
     Args:
-        error: What training failed with.
-        role: The chief's place.
+        error: The error that ended training.
+        role: The chief's role.
     """
     chain = list(leaving.chain(error))
     if not any(map(failures.may_be_of_a_connection, chain)):
@@ -113,24 +113,24 @@ def lost_server(error: BaseException, role: Role) -> str | None:
     while True:
         gone = [name for name, address in servers.items() if _refuses(address)]
         if gone:
-            return " and ".join(f"{name}, where nobody listens any more" for name in gone)
+            return " and ".join(f"{name}, where no process listens any longer" for name in gone)
         if time.monotonic() > end_s:
             break
         time.sleep(_PAUSE_S)
-    # Another process may be there by now, or its machine gone.
+    # A new process may listen there now, or the machine may be gone.
     named = next((n for n in map(failures.server_in, chain) if n is not None), None)
     if named is None:
         return None
-    return f"ps-{named} ({role.cluster['ps'][named]}), which does not answer, or has begun anew"
+    return f"ps-{named} ({role.cluster['ps'][named]}), which does not answer, or has restarted"
 
 
 def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | None:
-    """Who is gone, for people; None if the error has another reason.
+    """Returns the lost worker, for people; None if the error has another reason.
 
     Args:
-        error: What training failed with.
-        role: This worker's place.
-        service: What knows of all workers, while the chief lives.
+        error: The error that ended training.
+        role: This worker's role.
+        service: The coordination service, which knows all workers while the chief lives.
     """
     chain = list(leaving.chain(error))
     if not any(map(_may_be_of_a_peer, chain)):
@@ -138,7 +138,7 @@ def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | N
     if (who := _told_by_another(chain, role)) is not None:
         return who
     broken_to = _broken_to(chain, role)
-    # Who keeps the service has been given that time already where TensorFlow has waited for it.
+    # If TensorFlow has waited for the service, that time has already passed.
     has_waited = any(failures.is_of_a_frozen_service(each) for each in chain)
     is_known = has_waited or (broken_to is not None and role.world_size == 2)
     patience_s = 0.0 if is_known else service.heartbeat_timeout_s
@@ -155,7 +155,7 @@ def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | N
             for name, told in zip(_workers(role), answer or [], strict=False)
             if told is not None
         ] or [
-            f"{name}, where nobody listens any more"
+            f"{name}, where no process listens any longer"
             for name, address in _workers(role).items()
             if not name.startswith(f"{role.name} ") and _refuses(address)
         ]
@@ -165,13 +165,15 @@ def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | N
             break
         time.sleep(_PAUSE_S)
     if answer is None and not role.is_chief:
-        return f"{next(iter(_workers(role)))}, which does not answer any more"
+        return f"{next(iter(_workers(role)))}, which no longer answers"
     return None if broken_to is None else f"{broken_to}, to which the connection broke"
 
 
 def _broken_to(chain: Iterable[BaseException], role: Role) -> str | None:
-    """For people, the worker to which TensorFlow's error says that a connection broke. Where there
-    are more than two, it may have lost another one itself."""
+    """Returns the worker to which a connection broke, for people, from TensorFlow's error.
+
+    With more than two workers, that one may itself have lost another.
+    """
     names = list(_workers(role))
     others = [name for place, name in enumerate(names) if place != role.rank]
     for task in map(failures.broken_connection_to, chain):
@@ -189,7 +191,7 @@ def _may_be_of_a_peer(error: BaseException) -> bool:
 
 
 def _told_by_another(said: Iterable[object], role: Role) -> str | None:
-    """Who is lost, where one of these is the word of a worker that has found out."""
+    """Returns the lost worker, if one of the messages is a report from another worker."""
     for word in filter(None, (_WORD.search(str(each)) for each in said)):
         lost, by = word.groups()
         is_this = lost.startswith(f"{role.name} ")
@@ -200,11 +202,11 @@ def _told_by_another(said: Iterable[object], role: Role) -> str | None:
 def _in_words(told: str, service: ServiceKeyValues) -> str:
     if "heartbeat" in told:
         return f"which has sent no heartbeat for {service.heartbeat_timeout_s:g} s"
-    return f"of which TensorFlow says: {told}"
+    return f"reported by TensorFlow: {told}"
 
 
 def _workers(role: Role) -> dict[str, str]:
-    """For people, the chief first, and their addresses."""
+    """Returns the names of the workers, for people, with their addresses, the chief first."""
     addresses = (*role.cluster.get("chief", ()), *role.cluster.get("worker", ()))
     return {
         f"{name} ({'the chief, ' * (place == 0)}{address})": address
@@ -213,7 +215,7 @@ def _workers(role: Role) -> dict[str, str]:
 
 
 def _refuses(address: str) -> bool:
-    """Whether the machine says that nobody listens there; no answer says nothing."""
+    """True if the machine refuses a connection. No answer proves nothing."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()

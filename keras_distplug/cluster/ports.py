@@ -15,21 +15,20 @@ _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 def require_free(role: Role, patience_secs: float = _PATIENCE_SECS) -> None:
-    """Checks that this process can listen where the others expect it. Arguments and errors are
-    those of `listen`."""
+    """Checks that this process can listen at its address. Arguments and errors are those of
+    `listen`."""
     listen(role, patience_secs).close()
 
 
 def listen(role: Role, patience_secs: float = _PATIENCE_SECS) -> socket.socket:
-    """Listens where the others expect this process, on all addresses of the machine as TensorFlow
-    does.
+    """Listens on this process's port, on all addresses of the machine, as TensorFlow does.
 
     Args:
-        role: Of a task of a cluster.
-        patience_secs: How long the port may be in use.
+        role: The role of this process in a cluster.
+        patience_secs: Seconds for which the port may be in use. Defaults to 15.
 
     Raises:
-        ClusterError: If another process uses it.
+        ClusterError: If another process uses the port.
     """
     address = role.cluster[role.task_type][role.index]
     port = int(address.rpartition(":")[2])
@@ -40,7 +39,7 @@ def listen(role: Role, patience_secs: float = _PATIENCE_SECS) -> socket.socket:
         except OSError as error:
             if time.monotonic() > end_s:
                 raise ClusterError(
-                    f"{role.name} cannot listen on port {port}, which the other tasks expect it at "
+                    f"{role.name} cannot listen on port {port}, where the other tasks expect it "
                     f"({address}, from {role.source}): {error.strerror}. Expected a port that no "
                     "other process of this machine uses. End that process, or give this task "
                     "another port in the cluster of every task."

@@ -1,4 +1,4 @@
-"""Signs of life to the supervisor, as long as this process can run Python."""
+"""Sends signs of life to the supervisor while this process can run Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_SECS = 1.0
 
 
 def begin() -> None:
-    """In a process that a supervisor has started; without effect in others, and in subprocesses."""
+    """Starts the signs of life in a process that a supervisor started; no effect in others."""
     contract = Supervised.from_env()
     if contract is None:
         return
@@ -24,7 +24,7 @@ def begin() -> None:
     try:
         name = roles.from_environment(os.environ).name
     except ClusterError:
-        return  # told by whoever needs it
+        return  # reported where the role is needed
     contract.report_settings(_settings())
 
     def beat() -> None:
@@ -35,13 +35,15 @@ def begin() -> None:
                 os.utime(pulse)
         except OSError:
             with contextlib.suppress(OSError):
-                contract.pulse_of(name).unlink()  # who gives none is not missed
+                contract.pulse_of(
+                    name
+                ).unlink()  # without the file, the supervisor expects no signs
 
     threading.Thread(target=beat, name="keras_distplug-pulse", daemon=True).start()
 
 
 def _settings() -> dict[str, str]:
-    """Environment variables that have changed since this process was started."""
+    """Returns the environment variables that have changed since this process started."""
     try:
         block = Path("/proc/self/environ").read_bytes()
     except OSError:

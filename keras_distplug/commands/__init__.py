@@ -1,4 +1,4 @@
-"""What `keras-distplug` tells and does about a directory of checkpoints. One command a file.
+"""The commands of `keras-distplug` for a directory of checkpoints, with one module each.
 
-commands -> {storage, core}; only `export` needs more, because it makes Keras models.
+commands -> {storage, runlog, core}; `export` and `replay` also build Keras models.
 """

@@ -1,4 +1,4 @@
-"""What the commands take. Light, for `keras-distplug run` passes by here, too."""
+"""The arguments of the commands. Imports little, because `keras-distplug run` loads it, too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from keras_distplug.commands import completion
 from keras_distplug.storage.retention import Retention
 
 NOTHING_THERE = 3
 _WIDTH = 80
-_CODES = "0 done; 1 failed; 2 wrong usage; 3 nothing there."
+_CODES = "0 done; 1 failed; 2 wrong usage; 3 nothing found."
+_LOG_CODES = "0 done; 1 failed; 2 wrong usage; 3 no log found."
 _DIRECTORY = (
-    "what training was given: a path, or a URL (s3://bucket/runs/mnist, gs://, az://, sftp://)"
+    "directory of a training, or any path in it that is printed: a run, a checkpoint, a log. A "
+    "path or a URL (s3://bucket/runs/mnist, gs://, az://, sftp://)"
 )
 Subcommands = Any  # argparse's own type for it is private
 
@@ -30,19 +33,20 @@ def add(subcommands: Subcommands) -> None:
     _add_replay(subcommands)
     _add_goodput(subcommands)
     _add_report(subcommands)
+    _add_completion(subcommands)
 
 
 def _add_ls(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "ls",
-        "list runs and their checkpoints",
-        "Lists every run in DIRECTORY and every checkpoint in it: where training stood, when it "
-        "was made, how large it is, and its state: committed; damaged; cut off, which is what is "
-        "left of a save; or unfinished, which may be a save under way. Marks what a training that "
-        "is started again takes up, and with which `epochs`. Reads manifests only; loads no "
-        "TensorFlow.",
-        "keras-distplug ls runs/mnist",
+        "list trainings, runs and checkpoints",
+        "Lists the runs in DIRECTORY and their checkpoints, with step, time, size and state. Marks "
+        "the checkpoint that the next start resumes from. If DIRECTORY holds several trainings, "
+        "lists these instead. Reads manifests and logs only. Does not load TensorFlow.\n\n"
+        "States: `committed` is complete. `damaged` has changed since. `cut off` is the rest of an "
+        "interrupted save. `unfinished` may be a save in progress.",
+        ("keras-distplug ls runs/mnist", "keras-distplug ls runs"),
     )
     _add_run_and_json(parser, "all")
 
@@ -51,32 +55,38 @@ def _add_show(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "show",
-        "tell everything about one checkpoint",
-        "Tells what a checkpoint holds: where training stood, its metrics and History, versions, "
-        "files and variables. Reads its manifest only; loads no TensorFlow.",
-        "keras-distplug show runs/mnist --step 42",
+        "show one checkpoint",
+        "Shows what a checkpoint contains: its position in training, metrics, History, versions, "
+        "files and variables. Reads only its manifest. Does not load TensorFlow.",
+        ("keras-distplug show runs/mnist --step 42",),
     )
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="its name, such as step-00000042 (default: newest)"
+    completion.attach(
+        parser.add_argument(
+            "name",
+            nargs="?",
+            metavar="NAME",
+            help="name of the checkpoint, such as step-00000042 (default: the newest)",
+        ),
+        completion.checkpoints,
     )
-    parser.add_argument("--step", type=_step, metavar="N", help="its step, instead of NAME")
-    _add_run_and_json(parser, "the one that training goes on with")
+    _add_step(parser, "step of the checkpoint, instead of NAME")
+    _add_run_and_json(parser, "the run that training resumes")
 
 
 def _add_verify(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "verify",
-        "check that checkpoints are whole",
-        "Checks manifests and the sizes of all files, with --deep the checksum of every byte. Says "
-        "one line for each checkpoint. Changes nothing, and sets nothing aside; loads no "
+        "check that checkpoints are intact",
+        "Checks the manifest and the file sizes of every checkpoint. With --deep, it also checks "
+        "the checksum of every byte. Changes nothing, and can run during training. Does not load "
         "TensorFlow.",
-        "keras-distplug verify runs/mnist --deep",
-        "0 all are whole; 1 one is damaged, missing a file or unreadable; 2 wrong "
-        "usage; 3 nothing there. What is left of saves that were cut off is no damage.",
+        ("keras-distplug verify runs/mnist --deep",),
+        "0 all checkpoints are intact; 1 a checkpoint is damaged or unreadable; 2 wrong usage; 3 "
+        "nothing found. The rest of an interrupted save is not damage.",
     )
-    parser.add_argument("--deep", action="store_true", help="read every byte")
-    parser.add_argument("--step", type=_step, metavar="N", help="a step or a name (default: all)")
+    parser.add_argument("--deep", action="store_true", help="read and check every byte")
+    _add_step(parser, "step or name of one checkpoint (default: all)")
     _add_run_and_json(parser, "all")
 
 
@@ -84,38 +94,38 @@ def _add_prune(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "prune",
-        "delete checkpoints that need not stay",
-        "Deletes checkpoints that none of the --keep options keeps, and what saves that were cut "
-        "off have left. Of checkpoints under way (step-) and of ends (final-) the options keep "
-        "each so many. What stays is verified before: the newest checkpoint, and all that is newer "
-        "than it, is never touched, so that a training may write meanwhile. Loads no TensorFlow.",
-        "keras-distplug prune runs/mnist --keep-last 1 --keep-best val_loss min 3 --dry-run",
+        "delete checkpoints that are no longer needed",
+        "Deletes checkpoints that no --keep option keeps, and the rest of interrupted saves. The "
+        "options apply separately to checkpoints during training (step-) and at its end (final-). "
+        "Verifies what stays before it deletes anything. Never deletes the newest intact "
+        "checkpoint or anything newer, so it can run during training. Does not load TensorFlow.",
+        ("keras-distplug prune runs/mnist --keep-last 1 --keep-best val_loss min 3 --dry-run",),
     )
     parser.add_argument(
         "--keep-last",
         type=int,
         default=Retention.keep_last,
         metavar="N",
-        help="keep the N newest (default: %(default)s)",
+        help="keep the newest N (default: %(default)s)",
     )
     parser.add_argument(
         "--keep-every-steps",
         type=int,
         metavar="N",
-        help="keep the first one behind each multiple of N steps, too",
+        help="also keep the first one after every multiple of N steps",
     )
     parser.add_argument(
         "--keep-best",
         nargs=3,
         metavar=("METRIC", "MODE", "N"),
-        help="keep the N best by a metric, where MODE is min or max, too",
+        help="also keep the best N by a metric; MODE is min or max",
     )
     parser.add_argument(
         "--damaged",
         action="store_true",
-        help="delete damaged ones, too, where a newer one is whole",
+        help="also delete damaged checkpoints if a newer one is intact",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     _add_run_and_json(parser, "all")
 
 
@@ -123,72 +133,66 @@ def _add_export(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "export",
-        "write a checkpoint as one file that Keras or others load",
-        "Writes a checkpoint as one file: .safetensors, the model's variables by name, made "
-        "without TensorFlow; .weights.h5, for `model.load_weights`; or .keras, the whole model "
-        "with its optimizer. The last two make the model anew, from what training has kept of it. "
-        "Every value is verified; OUT gets its name when it is complete.",
-        "keras-distplug export runs/mnist best.keras --step best --metric val_loss --mode min",
+        "write a checkpoint as one file for Keras or other tools",
+        "Writes a checkpoint as one file. `.safetensors` holds the model's variables by name, and "
+        "needs no TensorFlow. `.weights.h5` is for `model.load_weights`. `.keras` holds the whole "
+        "model with its optimizer. Every value is verified, and OUT appears only when it is "
+        "complete.",
+        ("keras-distplug export runs/mnist best.keras --step best --metric val_loss --mode min",),
     )
-    parser.add_argument("out", metavar="OUT", help="the file: a path, or a URL of a store")
+    parser.add_argument("out", metavar="OUT", help="file to write: a path or a URL")
+    _add_step(parser, "step or name, or `best` with --metric and --mode (default: the newest)")
+    parser.add_argument("--metric", metavar="METRIC", help="metric for `best`, such as val_loss")
     parser.add_argument(
-        "--step",
-        type=_step,
-        metavar="N",
-        help="a step, a name, or `best`, by --metric and --mode (default: the newest)",
+        "--mode", choices=("min", "max"), help="is the smallest or the largest value the best?"
     )
-    parser.add_argument("--metric", metavar="METRIC", help="for --step best, such as val_loss")
-    parser.add_argument("--mode", choices=("min", "max"), help="for --step best")
     parser.add_argument(
         "--format",
         choices=("keras", "weights.h5", "safetensors"),
-        help="default: what OUT ends with",
+        help="format of the file (default: by the ending of OUT)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_import(parser)
-    _add_run_and_json(parser, "the one that training goes on with")
+    _add_run_and_json(parser, "the run that training resumes")
 
 
 def _add_replay(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "replay",
-        "compute a batch once more whose update was left out",
-        "Makes the model anew, gives it the values of the newest checkpoint from before the "
-        "incident, computes a step of the batch that a NaNWatchdog has kept, operation by "
-        "operation, and tells what is not finite first: an array of the batch, a variable, what a "
-        "layer makes of finite inputs, the loss, or a gradient. Changes nothing.",
-        "keras-distplug replay runs/mnist",
-        "0 all is finite; 1 it is not, or that failed; 2 wrong usage; 3 nothing there.",
+        "recompute a batch whose update was skipped",
+        "Recomputes a batch that NaNWatchdog saved, operation by operation, with the values of the "
+        "newest checkpoint before the incident. Names the first non-finite value: in the batch, in "
+        "a variable, in the output of a layer, in the loss or in a gradient. Changes nothing. "
+        "Loads TensorFlow.",
+        ("keras-distplug replay runs/mnist",),
+        "0 all values are finite; 1 some are not, or it failed; 2 wrong usage; 3 nothing found.",
     )
     parser.add_argument(
         "incident",
         nargs="?",
         metavar="INCIDENT",
-        help="the name of a file in DIRECTORY/incidents (default: the newest)",
+        help="name of a file in DIRECTORY/incidents (default: the newest)",
     )
-    parser.add_argument(
-        "--step",
-        type=_step,
-        metavar="N",
-        help="a checkpoint's step or name (default: the newest from before the incident, or the "
-        "oldest there is)",
+    _add_step(
+        parser,
+        "step or name of a checkpoint (default: the newest before the incident, or the oldest)",
     )
     _add_import(parser)
-    _add_run_and_json(parser, "that of the incident")
+    _add_run_and_json(parser, "the run of the incident")
 
 
 def _add_goodput(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "goodput",
-        "tell what share of the time trained, and where the rest went",
-        "Puts down every second since the first attempt of a run to one of ten categories, such as "
-        "steps, waiting for data, saves, start-up and recovery, from the log that the callback "
-        "RunLog keeps; and tells what became of each attempt. A run that is under way is told of "
-        "as far as its log goes. Loads no TensorFlow.",
-        "keras-distplug goodput runs/mnist",
-        "0 done; 1 failed; 2 wrong usage; 3 there is no log.",
+        "print the share of time spent training, and where the rest went",
+        "Divides the time since the first attempt of a run into ten categories, such as steps, "
+        "waiting for data, saves, start-up and recovery. Lists every attempt with the reason it "
+        "ended. Reads the log that the callback RunLog writes. During training, it covers the "
+        "time up to the last line of the log. Does not load TensorFlow.",
+        ("keras-distplug goodput runs/mnist",),
+        _LOG_CODES,
     )
     _add_run_and_json(parser, "all")
 
@@ -198,23 +202,55 @@ def _add_report(subcommands: Subcommands) -> None:
         subcommands,
         "report",
         "write a page that shows what happened to runs",
-        "Writes one HTML file that needs nothing from anywhere: goodput and where the time went, "
-        "attempts with what ended them, the times of each replica, stragglers, checkpoints and "
-        "incidents, from the log that the callback RunLog keeps. Loads no TensorFlow.",
-        "keras-distplug report runs/mnist -o report.html",
-        "0 done; 1 failed; 2 wrong usage; 3 there is no log.",
+        "Writes one HTML file that needs no network: goodput and where the time went, attempts and "
+        "what ended them, the times of every replica, stragglers, checkpoints and incidents. Reads "
+        "the log that the callback RunLog writes. Does not load TensorFlow.",
+        ("keras-distplug report runs/mnist -o report.html",),
+        _LOG_CODES,
     )
-    parser.add_argument("-o", dest="out", metavar="OUT", default="report.html", help="the file")
+    parser.add_argument(
+        "-o",
+        dest="out",
+        metavar="OUT",
+        default="report.html",
+        help="file to write (default: %(default)s)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_run(parser, "all")
 
 
-def epilog(examples: Sequence[str], codes: str) -> str:
-    """What stands below the options, for `RawDescriptionHelpFormatter`."""
-    lines = "".join(f"  {example}\n" for example in examples)
-    return f"{'Example' if len(examples) == 1 else 'Examples'}:\n{lines}\n" + textwrap.fill(
-        f"Exit codes: {codes}", _WIDTH
+def _add_completion(subcommands: Subcommands) -> None:
+    parser: argparse.ArgumentParser = subcommands.add_parser(
+        "completion",
+        help="print a script that completes commands and options with the Tab key",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_filled(
+            "Prints a script for your shell. With it, the Tab key completes commands, options, "
+            "paths, and the names of runs and checkpoints. Needs the package argcomplete (pip "
+            "install argcomplete)."
+        ),
+        epilog=epilog(
+            (
+                'eval "$(keras-distplug completion bash)"         # in ~/.bashrc',
+                'eval "$(keras-distplug completion zsh)"          # in ~/.zshrc, after compinit',
+                "keras-distplug completion fish | source          # in ~/.config/fish/config.fish",
+            ),
+            "0 done; 2 wrong usage, or argcomplete is missing.",
+        ),
     )
+    parser.add_argument("shell", choices=completion.SHELLS, help="your shell")
+
+
+def epilog(examples: Sequence[str], codes: str) -> str:
+    """Returns the text below the options, for `RawDescriptionHelpFormatter`."""
+    lines = "".join(f"  {example}\n" for example in examples)
+    return f"{'Example' if len(examples) == 1 else 'Examples'}:\n{lines}\n" + _filled(
+        f"Exit codes: {codes}"
+    )
+
+
+def _filled(text: str) -> str:
+    return "\n\n".join(textwrap.fill(paragraph, _WIDTH) for paragraph in text.split("\n\n"))
 
 
 def _command(
@@ -222,15 +258,15 @@ def _command(
     name: str,
     help: str,
     description: str,
-    example: str,
+    examples: Sequence[str],
     codes: str = _CODES,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subcommands.add_parser(
         name,
         help=help,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=textwrap.fill(description, _WIDTH),
-        epilog=epilog((example,), codes),
+        description=_filled(description),
+        epilog=epilog(examples, codes),
     )
     parser.add_argument("directory", metavar="DIRECTORY", help=_DIRECTORY)
     parser.add_argument(
@@ -238,14 +274,25 @@ def _command(
         type=_json_object,
         default={},
         metavar="JSON",
-        help="what the store's fsspec file system takes, such as "
-        '\'{"endpoint_url": "https://..."}\', or @FILE that holds it',
+        help="options of the store's fsspec file system, such as "
+        '\'{"endpoint_url": "https://..."}\', or @FILE that contains them',
     )
     return parser
 
 
 def _add_run(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--run", metavar="RUN", help=f"such as run-0001 (default: {default})")
+    completion.attach(
+        parser.add_argument(
+            "--run", metavar="RUN", help=f"name of a run, such as run-0001 (default: {default})"
+        ),
+        completion.runs,
+    )
+
+
+def _add_step(parser: argparse.ArgumentParser, help: str) -> None:
+    completion.attach(
+        parser.add_argument("--step", type=_step, metavar="N", help=help), completion.checkpoints
+    )
 
 
 def _add_run_and_json(parser: argparse.ArgumentParser, default_run: str) -> None:
@@ -260,8 +307,8 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="import this module, which registers classes of the model "
-        "(@keras.saving.register_keras_serializable()); may be given several times",
+        help="import this module, which registers classes of the model with "
+        "@keras.saving.register_keras_serializable(); can be given several times",
     )
 
 

@@ -1,4 +1,4 @@
-"""`keras-distplug goodput`: what share of the time trained, and where the rest went."""
+"""`keras-distplug goodput`: prints the share of time that trained, and where the rest went."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from keras_distplug.commands import tables
+from keras_distplug.commands import locations, progress_bar, run_logs, tables
 from keras_distplug.core.errors import DistplugError
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals, log_files
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import Files
 
 _WHAT: Mapping[Category, str] = {
-    Category.STEP: "updates, each for the first time",
-    Category.INPUT: "steps that wait for data",
-    Category.SYNC: "steps that wait for other replicas, and for the sum of gradients",
-    Category.SAVE: "training stands still for a checkpoint",
+    Category.STEP: "training steps, each counted once",
+    Category.INPUT: "steps waiting for data",
+    Category.SYNC: "steps waiting for other replicas, and summing gradients",
+    Category.SAVE: "training paused for a checkpoint",
     Category.RESTORE: "reading a checkpoint",
-    Category.START_UP: "processes, up to their first step",
-    Category.REDONE: "steps for others that were lost: of an attempt, left out, rolled back",
-    Category.RECOVERY: "from what is known last of an attempt to the next one's start",
+    Category.START_UP: "starting processes, up to their first step",
+    Category.REDONE: "steps that replace lost, skipped or rolled-back ones",
+    Category.RECOVERY: "between the last sign of an attempt and the start of the next one",
     Category.EVALUATION: "validation",
-    Category.OTHER: "callbacks, the ends of epochs and processes, nobody training",
+    Category.OTHER: "callbacks, ends of epochs and processes, time without training",
 }
 _WAITS: Mapping[str, str] = {
     Category.INPUT: "waiting for data",
@@ -33,20 +33,27 @@ _WAITS: Mapping[str, str] = {
 
 
 def run(parsed: argparse.Namespace) -> int:
-    files = open_files(parsed.directory, parsed.storage_options)
-    told = [_document_or_error(files, name) for name in log_files.runs(files, parsed.run)]
+    location = locations.of(parsed, needs_run=False)
+    files = location.files
+    with progress_bar.bar() as bar:
+        names = run_logs.names(location, parsed)
+        bar.start("reading logs", len(names), "runs")
+        documents = []
+        for name in names:
+            documents.append(_document_or_error(files, name))
+            bar.add(1)
     if parsed.json:
-        tables.say_json({"directory": files.where(), "runs": told})
+        tables.say_json({"directory": files.where(), "runs": documents})
     else:
-        for each in told:
-            if each is not told[0]:
+        for each in documents:
+            if each is not documents[0]:
                 tables.say("")
             _print(each)
-    return 1 if any("error" in each for each in told) else 0
+    return 1 if any("error" in each for each in documents) else 0
 
 
 def _document_or_error(files: Files, run: str) -> dict[str, Any]:
-    """Returns what is known about a run, or the error, so that it does not hide other runs."""
+    """Returns the figures of a run, or the error, so that it does not hide other runs."""
     try:
         return _document(files, run)
     except (DistplugError, OSError) as error:
@@ -83,25 +90,25 @@ def _document(files: Files, run: str) -> dict[str, Any]:
     }
 
 
-def _print(told: Mapping[str, Any]) -> None:
-    if "error" in told:
-        tables.say(f"{told['name'] or 'log'}: cannot be read: {told['error']}")
+def _print(document: Mapping[str, Any]) -> None:
+    if "error" in document:
+        tables.say(f"{document['name'] or 'log'}: cannot be read: {document['error']}")
         return
-    tables.say(*told["notes"])
-    if told["goodput"] is None:
-        tables.say(f"{told['name'] or 'log'}: no time is known yet")
+    tables.say(*document["notes"])
+    if document["goodput"] is None:
+        tables.say(f"{document['name'] or 'log'}: nothing is logged yet")
         return
     lately = "".join(
         f", {_percent(each)} in the last {name}"
-        for name, each in told["goodput_lately"].items()
+        for name, each in document["goodput_lately"].items()
         if each is not None
     )
     tables.say(
-        f"{told['name'] or 'log'}: goodput {_percent(told['goodput'])} of "
-        f"{_time(told['wall_secs'])}{lately}; step {told['step']}, "
-        f"{tables.plural(len(told['attempts']), 'attempt')}"
+        f"{document['name'] or 'log'}: goodput {_percent(document['goodput'])} of "
+        f"{_time(document['wall_secs'])}{lately}; step {document['step']}, "
+        f"{tables.plural(len(document['attempts']), 'attempt')}"
     )
-    secs, whole_s = told["secs"], told["wall_secs"]
+    secs, whole_s = document["secs"], document["wall_secs"]
     rows = [
         (str(category), f"{secs[category]:.1f}", _percent(secs[category] / whole_s), what)
         for category, what in _WHAT.items()
@@ -109,27 +116,27 @@ def _print(told: Mapping[str, Any]) -> None:
     ]
     tables.say("")
     tables.say_table("", ("", "seconds", "share", ""), rows, right=("seconds", "share"))
-    for category, unknown_s in told["unknown_waits_secs"].items():
+    for category, unknown_s in document["unknown_waits_secs"].items():
         tables.say(
-            f"Of {unknown_s:.1f} s of steps it is not known how much was {_WAITS[category]}: XLA "
-            "compiles them, an execution has several, or a chief schedules them on workers. It "
-            "counts as updates."
+            f"{unknown_s:.1f} s of steps include an unknown time {_WAITS[category]}: XLA compiles "
+            "them, one execution runs several of them, or a chief schedules them on workers. All "
+            "of it counts as training."
         )
     tables.say("")
     attempts = [
         (
             str(each["number"]),
-            _moment(each["begins_at"]),
+            _utc(each["begins_at"]),
             _time(each["ends_at"] - each["begins_at"]),
             str(each["workers"]),
             f"{each['first_step']} to {each['last_step']}",
             str(each["lost_steps"]),
             "" if each["exit_code"] is None else str(each["exit_code"]),
-            each["end"] or "not known",
+            each["end"] or "unknown",
         )
-        for each in told["attempts"]
+        for each in document["attempts"]
     ]
-    columns = ("attempt", "begun (UTC)", "time", "workers", "steps", "lost", "code", "end")
+    columns = ("attempt", "started (UTC)", "time", "workers", "steps", "lost", "code", "end")
     tables.say_table("", columns, attempts, right=("attempt", "time", "workers", "lost", "code"))
 
 
@@ -138,7 +145,7 @@ def _percent(share: float) -> str:
 
 
 def _time(secs: float) -> str:
-    """`"2 h 03 min"`, `"5 min 07 s"`, `"12.3 s"`."""
+    """Returns a duration as text, such as `"2 h 03 min"`, `"5 min 07 s"` or `"12.3 s"`."""
     if secs < 60:
         return f"{secs:.1f} s"
     minutes, rest = divmod(round(secs), 60)
@@ -146,5 +153,5 @@ def _time(secs: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def _moment(at: float) -> str:
+def _utc(at: float) -> str:
     return tables.time(datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat("T", "seconds"))

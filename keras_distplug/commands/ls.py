@@ -1,39 +1,73 @@
-"""`keras-distplug ls`: what there is."""
+"""`keras-distplug ls`: lists trainings, runs and checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from keras_distplug.commands import tables
-from keras_distplug.storage import runs, survey
+from keras_distplug.commands import locations, overview, progress_bar, tables
+from keras_distplug.commands.locations import Location
+from keras_distplug.storage import layout, runs, survey
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.survey import Seen, SeenRun
 
 _COLUMNS = ("checkpoint", "state", "step", "epoch", "batch", "created (UTC)", "size", "workers")
 _RIGHT = ("step", "epoch", "batch", "size", "workers")
-_FEW = 4  # metrics, that a line has room for
+_FEW = 4  # metrics that fit into a line
 
 
 def run(parsed: argparse.Namespace) -> int:
-    files = open_files(parsed.directory, parsed.storage_options)
-    names = survey.run_names(files, parsed.run)
-    found = [survey.look_at(files, name) for name in names]
-    going_on = runs.newest_name(files)
+    location = locations.of(parsed, needs_run=False)
+    files = location.files
+    if location.run is None and not layout.runs(files):
+        with progress_bar.bar() as bar:
+            bar.start("searching for trainings")
+            names = locations.trainings(files)
+            if not names:
+                raise locations.no_run(parsed.directory, parsed.storage_options, files)
+            base = parsed.directory.rstrip("/")
+            options = parsed.storage_options
+            found = overview.rows(names, lambda name: open_files(f"{base}/{name}", options), bar)
+        if parsed.json:
+            document = {"directory": files.where(), "trainings": overview.as_json(files, found)}
+            tables.say_json(document)
+        else:
+            overview.print_table(files, found)
+        return 0
+    selected = [_selected(location, name) for name in location.run_names()]
+    resumed = runs.newest_name(files)
     if parsed.json:
-        listed = [_run_as_json(each, each.name == going_on) for each in found]
+        listed = [_run_as_json(each, each.name == resumed) for each in selected]
         tables.say_json({"directory": files.where(), "runs": listed})
         return 0
-    for each in found:
-        if each is not found[0]:
+    for each in selected:
+        if each is not selected[0]:
             tables.say("")
-        _print(each, is_taken=each.name == going_on)
+        _print(each, is_resumed=each.name == resumed, is_copy=location.is_copy)
     return 0
 
 
+def _selected(location: Location, name: str) -> SeenRun:
+    """Returns a run with the selected checkpoint, by default with all of them.
+
+    Raises:
+        NoCheckpointError: If the run has no such checkpoint.
+    """
+    found = survey.look_at(location.files, name)
+    if location.checkpoint is None:
+        return found
+    chosen = [
+        each for each in found.checkpoints if location.checkpoint in (each.place.step, each.name)
+    ]
+    if not chosen:
+        survey.choose(location.files, found, location.checkpoint)  # raises, and lists what exists
+    return replace(found, checkpoints=tuple(chosen))
+
+
 def as_json(seen: Seen, taken_by: str | None = None) -> dict[str, Any]:
-    """A checkpoint, for machines."""
+    """Returns a checkpoint for the document of `--json`."""
     manifest = seen.manifest
     return {
         "name": seen.name,
@@ -51,26 +85,27 @@ def as_json(seen: Seen, taken_by: str | None = None) -> dict[str, Any]:
     }
 
 
-def _run_as_json(found: SeenRun, is_taken: bool) -> dict[str, Any]:
-    taken = survey.taken_by(found) if is_taken else {}
+def _run_as_json(found: SeenRun, is_resumed: bool) -> dict[str, Any]:
+    taken = survey.taken_by(found) if is_resumed else {}
     return {
         "name": found.name,
         "created_utc": found.record and found.record.created_utc,
         "reason": found.reason,
-        "is_taken": is_taken and found.record is not None,
+        "is_taken": is_resumed and found.record is not None,
         "checkpoints": [as_json(each, taken.get(each.name)) for each in found.checkpoints],
     }
 
 
-def _print(found: SeenRun, is_taken: bool) -> None:
-    begun = f", begun {tables.time(found.record.created_utc)}" if found.record else ""
-    mark = ", the one that training goes on with" if is_taken and found.record else ""
-    title = f"{found.name}{begun}{mark}"
+def _print(found: SeenRun, *, is_resumed: bool, is_copy: bool) -> None:
+    started = f", started {tables.time(found.record.created_utc)}" if found.record else ""
+    mark = ", resumed by the next start" if is_resumed and found.record else ""
+    title = f"{found.name}{started}{mark}"
     if not found.checkpoints:
         tables.say(f"{title}: no checkpoints")
     else:
-        _print_checkpoints(title, found, survey.taken_by(found) if is_taken else {})
-    for problem in (found.reason, *(_problem(each) for each in found.checkpoints)):
+        _print_checkpoints(title, found, survey.taken_by(found) if is_resumed else {})
+    reason = None if is_copy else found.reason  # a copy of a checkpoint has no record of a run
+    for problem in (reason, *(_problem(each) for each in found.checkpoints)):
         if problem is not None:
             tables.say(problem)
 
@@ -94,10 +129,10 @@ def _print_checkpoints(title: str, found: SeenRun, taken: Mapping[str, str]) -> 
                 tables.size(each.bytes),
                 str(manifest.world_size),
             ]
-            known = manifest.metrics
-            cells += [f"{known[name]:.4g}" if name in known else "" for name in metrics]
+            values = manifest.metrics
+            cells += [f"{values[name]:.4g}" if name in values else "" for name in metrics]
         rows.append([*cells, taken.get(each.name, "")])
-    columns = (*_COLUMNS, *metrics, "taken by a fit with" if taken else "")
+    columns = (*_COLUMNS, *metrics, "resumed by a fit with" if taken else "")
     tables.say_table(title, columns, rows, right=(*_RIGHT, *metrics))
     total = sum(each.bytes for each in found.checkpoints)
     tables.say(f"{tables.plural(len(found.checkpoints), 'checkpoint')}, {tables.size(total)}")

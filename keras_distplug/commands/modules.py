@@ -1,4 +1,4 @@
-"""What a command needs that makes a model: TensorFlow, and the user's classes."""
+"""Loads TensorFlow and the user's classes for commands that build a model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from keras_distplug.storage.store import Stored
 
 
 def load_for(model: Mapping[str, Any], stored: Stored, modules: Collection[str]) -> None:
-    """Imports what a model needs, unless its description cannot be trusted.
+    """Imports the modules that a model needs, unless its description cannot be trusted.
 
     Args:
         model: The description of the model.
-        stored: The checkpoint that it is for.
-        modules: The user's.
+        stored: The checkpoint whose values the model will receive.
+        modules: The names of the user's modules.
 
     Raises:
-        CorruptCheckpointError: If the checkpoint's files are not those of its manifest, by whose
-            variables the description is checked.
-        ModelError: If the description is refused. Neither TensorFlow nor `modules` are imported
-            then.
-        ConfigurationError: As `load` does.
-        UnsupportedVersionError: As `load` does.
+        CorruptCheckpointError: If the files of the checkpoint do not match its manifest. The
+            description is checked against the variables in the manifest.
+        ModelError: If the description is refused. In that case, neither TensorFlow nor `modules`
+            are imported.
+        ConfigurationError: If a module cannot be imported.
+        UnsupportedVersionError: If this package does not support the installed versions.
     """
     stored.require_files()
     trusted_config.require_trusted_before_imports(model, stored.manifest, modules)
@@ -38,12 +38,12 @@ def load(modules: Iterable[str]) -> None:
 
     Raises:
         ConfigurationError: If a module cannot be imported.
-        UnsupportedVersionError: For versions that this package does not run on.
+        UnsupportedVersionError: If this package does not support the installed versions.
     """
     from keras_distplug.backend.tensorflow.runtime import versions
 
     versions.check()
-    # A command that pip has installed does not look into the working folder.
+    # The working folder is not on the path of a command that pip installed.
     sys.path.insert(0, "")
     try:
         for module in modules:

@@ -1,13 +1,13 @@
-"""`keras-distplug prune`: deletes what need not stay."""
+"""`keras-distplug prune`: deletes checkpoints that are no longer needed."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from keras_distplug.commands import tables
+from keras_distplug.commands import locations, progress_bar, tables
+from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.storage import pruning, survey
-from keras_distplug.storage.files import open_files
 from keras_distplug.storage.pruning import Outdated
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.survey import Depth
@@ -15,25 +15,38 @@ from keras_distplug.storage.survey import Depth
 
 def run(parsed: argparse.Namespace) -> int:
     retention = Retention(parsed.keep_last, parsed.keep_every_steps, _best(parsed.keep_best))
-    files = open_files(parsed.directory, parsed.storage_options)
-    told: list[dict[str, Any]] = []
-    for name in survey.run_names(files, parsed.run):
-        seen = pruning.checked(files, survey.look_at(files, name, Depth.SIZES), retention)
-        going = pruning.outdated(seen, retention, damaged=parsed.damaged)
-        if not parsed.dry_run:
-            pruning.prune(files, name, going)
-        if not parsed.json:
-            tables.say(*(_line(name, each, parsed.dry_run) for each in going))
-            unreadable = [each for each in seen.checkpoints if each.state == "unreadable"]
-            tables.say(*(f"{name}/{each.name}: stays, {each.reason}" for each in unreadable))
-        told += [_as_json(name, each) for each in going]
-    freed = sum(each["bytes"] for each in told)
+    location = locations.of(parsed)
+    if location.checkpoint is not None:
+        raise ConfigurationError(
+            "Expected the directory of a training, or the folder of a run: `prune` decides which "
+            f"of a run's checkpoints stay. Received: the checkpoint {location.checkpoint}. Give "
+            f"{location.files.where(location.run or '')}, or delete this folder yourself."
+        )
+    files = location.files
+    deleted: list[dict[str, Any]] = []
+    with progress_bar.bar() as bar:
+        for name in location.run_names():
+            bar.start(f"checking {name}", None, "bytes")
+            read = bar.counting(files)
+            seen = pruning.checked(read, survey.look_at(read, name, Depth.SIZES), retention)
+            outdated = pruning.outdated(seen, retention, damaged=parsed.damaged)
+            if not parsed.dry_run:
+                # Every checkpoint takes two deletions: its manifest, then the rest.
+                bar.start(f"pruning {name}", 2 * len(outdated), "deletions")
+                pruning.prune(bar.counting_deletions(files), name, outdated)
+            if not parsed.json:
+                unreadable = [each for each in seen.checkpoints if each.state == "unreadable"]
+                with bar.hidden():
+                    tables.say(*(_line(name, each, parsed.dry_run) for each in outdated))
+                    tables.say(*(f"{name}/{each.name}: kept, {each.reason}" for each in unreadable))
+            deleted += [_as_json(name, each) for each in outdated]
+    freed = sum(each["bytes"] for each in deleted)
     if parsed.json:
         document = {"directory": files.where(), "dry_run": parsed.dry_run, "bytes": freed}
-        tables.say_json({**document, "deleted": told})
+        tables.say_json({**document, "deleted": deleted})
     else:
-        would = "would go" if parsed.dry_run else "deleted"
-        tables.say(f"{tables.plural(len(told), 'checkpoint')} {would}, {tables.size(freed)}")
+        verb = _verb(parsed.dry_run)
+        tables.say(f"{tables.plural(len(deleted), 'checkpoint')} {verb}, {tables.size(freed)}")
     return 0
 
 
@@ -41,15 +54,19 @@ def _best(words: list[str] | None) -> Any:
     if words is None:
         return None
     metric, mode, count = words
-    # `Retention` says what is wrong with it.
+    # `Retention` reports what is wrong with it.
     return metric, mode, int(count) if count.isdecimal() else count
 
 
-def _line(run: str, going: Outdated, dry_run: bool) -> str:
-    would = "would go" if dry_run else "deleted"
-    return f"{run}/{going.seen.name}: {would}, {going.why}, {tables.size(going.seen.bytes)}"
+def _line(run: str, outdated: Outdated, dry_run: bool) -> str:
+    seen = outdated.seen
+    return f"{run}/{seen.name}: {_verb(dry_run)}, {outdated.why}, {tables.size(seen.bytes)}"
 
 
-def _as_json(run: str, going: Outdated) -> dict[str, Any]:
-    seen = going.seen
-    return {"run": run, "name": seen.name, "why": going.why, "bytes": seen.bytes}
+def _verb(dry_run: bool) -> str:
+    return "would be deleted" if dry_run else "deleted"
+
+
+def _as_json(run: str, outdated: Outdated) -> dict[str, Any]:
+    seen = outdated.seen
+    return {"run": run, "name": seen.name, "why": outdated.why, "bytes": seen.bytes}

@@ -1,24 +1,25 @@
-"""`keras-distplug replay`: is a batch whose update was left out finite by now, and where not?"""
+"""`keras-distplug replay`: recomputes a batch whose update was skipped."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
 
-from keras_distplug.commands import modules, tables
+from keras_distplug.commands import locations, modules, tables
 from keras_distplug.nonfinite import incident_files
 from keras_distplug.nonfinite.incident_files import Incident
 from keras_distplug.storage import architecture, survey
-from keras_distplug.storage.files import open_files
 from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.storage.survey import Seen, SeenRun
 
 
 def run(parsed: argparse.Namespace) -> int:
-    files = open_files(parsed.directory, parsed.storage_options)
-    incident, batch = incident_files.read(files, parsed.incident)
-    seen = survey.the_run(files, parsed.run or incident.run)
-    chosen = survey.choose(files, seen, _step_before(seen, incident, parsed.step))
+    location = locations.of(parsed, needs_run=False)
+    files = location.files
+    asked = (parsed.incident or location.incident or "").rpartition("/")[2]
+    incident, batch = incident_files.read(files, asked or None)
+    seen = survey.the_run(files, location.run or incident.run)
+    chosen = survey.choose(files, seen, _step_before(seen, incident, location.checkpoint))
     stored = CheckpointStore(files, seen.name).read(chosen.name)
     made = architecture.recall(files, seen.name, stored.manifest.cursor.step)
     modules.load_for(made.model, stored, parsed.modules)
@@ -42,15 +43,15 @@ def run(parsed: argparse.Namespace) -> int:
             }
         )
     else:
-        tables.say(f"{files.where(incident.path)}, as it was met: {incident.told}")
-        what = "all is finite" if found.is_finite else f"it begins with {found.origin}"
+        tables.say(f"{files.where(incident.path)}, as reported during training: {incident.told}")
+        what = "all values are finite" if found.is_finite else f"first cause: {found.origin}"
         loss = "" if found.loss is None else f" (loss {found.loss:.4g})"
-        tables.say(f"with the values of {seen.name}/{chosen.name}: {what}{loss}")
+        tables.say(f"recomputed with the values of {seen.name}/{chosen.name}: {what}{loss}")
     return 0 if found.is_finite else 1
 
 
 def _step_before(run: SeenRun, incident: Incident, asked: int | str | None) -> int | str | None:
-    """The newest checkpoint from before the incident; the oldest if there is none such any more."""
+    """Returns the newest checkpoint from before the incident, or else the oldest one."""
     committed = run.committed()
     if asked is not None or run.name != incident.run or not committed:
         return asked

@@ -1,4 +1,4 @@
-"""`keras-distplug report`: a page that shows runs."""
+"""`keras-distplug report`: writes a page that shows runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from keras_distplug import page
-from keras_distplug.commands import tables
+from keras_distplug.commands import locations, progress_bar, run_logs, tables
 from keras_distplug.core.errors import ConfigurationError, DistplugError
 from keras_distplug.runlog import log_files
 from keras_distplug.runlog.summary import summary
 from keras_distplug.storage import survey
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import Files
 
 
 def run(parsed: argparse.Namespace) -> int:
-    files = open_files(parsed.directory, parsed.storage_options)
-    now = time.time()
-    runs = [_summary_or_error(files, name, now) for name in log_files.runs(files, parsed.run)]
+    location = locations.of(parsed, needs_run=False)
+    files, now = location.files, time.time()
     out = Path(parsed.out)
     if out.exists() and not parsed.overwrite:
         raise ConfigurationError(f"{out} exists. Give another name, or --overwrite.")
+    with progress_bar.bar() as bar:
+        names = run_logs.names(location, parsed)
+        bar.start("reading logs", len(names), "runs")
+        runs = []
+        for name in names:
+            runs.append(_summary_or_error(files, name, now))
+            bar.add(1)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(
@@ -44,10 +50,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _summary_or_error(files: Files, run: str, now: float) -> dict[str, Any]:
-    """Returns what the page shows, or the error, so that it does not hide other runs."""
+    """Returns the data for the page, or the error, so that it does not hide other runs."""
     notes: list[str] = []
     try:
-        told = log_files.read(files, run, notes.append)
-        return {**summary(run, *told, now, survey.looked_at(files, run)), "notes": notes}
+        fits, supervised = log_files.read(files, run, notes.append)
+        checkpoints = survey.looked_at(files, run)
+        return {**summary(run, fits, supervised, now, checkpoints), "notes": notes}
     except (DistplugError, OSError) as error:
         return {"name": run, "error": str(error)}

@@ -1,4 +1,4 @@
-"""`keras-distplug show`: one checkpoint."""
+"""`keras-distplug show`: prints the contents of one checkpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from keras_distplug.commands import tables
+from keras_distplug.commands import locations, tables
 from keras_distplug.commands.ls import as_json
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.storage import codec, runs, survey
-from keras_distplug.storage.files import open_files
 from keras_distplug.storage.manifest import Manifest, VariableSpec
 from keras_distplug.storage.survey import Seen
 
@@ -18,17 +17,18 @@ from keras_distplug.storage.survey import Seen
 def run(parsed: argparse.Namespace) -> int:
     if parsed.name is not None and parsed.step is not None:
         raise ConfigurationError(
-            f"Give a name or a step. Received: {parsed.name} and --step {parsed.step}"
+            f"Give a name or a step, not both. Received: {parsed.name} and --step {parsed.step}"
         )
-    files = open_files(parsed.directory, parsed.storage_options)
-    seen_run = survey.the_run(files, parsed.run)
-    asked = parsed.name if parsed.name is not None else parsed.step
-    seen = survey.choose(files, seen_run, asked)
+    step = parsed.name if parsed.name is not None else parsed.step
+    location = locations.of(argparse.Namespace(**{**vars(parsed), "step": step}))
+    files = location.files
+    seen_run = location.the_run()
+    seen = survey.choose(files, seen_run, location.checkpoint)
     is_taken = runs.newest_name(files) == seen_run.name
     taken_by = survey.taken_by(seen_run).get(seen.name) if is_taken else None
     if parsed.json:
-        told = {"directory": files.where(), "run": seen_run.name, **as_json(seen, taken_by)}
-        tables.say_json({**told, **_manifest_as_json(seen.whole)})
+        document = {"directory": files.where(), "run": seen_run.name, **as_json(seen, taken_by)}
+        tables.say_json({**document, **_manifest_as_json(seen.whole)})
     else:
         _print(files.where(f"{seen_run.name}/{seen.name}"), seen, taken_by)
     return 0
@@ -54,33 +54,33 @@ def _print(where: str, seen: Seen, taken_by: str | None) -> None:
     manifest = seen.whole
     cursor, ended = manifest.cursor, manifest.completion
     tables.say(where)
-    told = {
+    rows = {
         "step": str(cursor.step),
         "epoch": f"{cursor.epoch} done" + (f", and {cursor.batch} batches" if cursor.batch else ""),
         "end": ended
         and f"of {ended.epochs} epochs" + (", stopped early" if ended.stopped_early else ""),
         "created": f"{tables.time(manifest.created_utc)} UTC",
         "workers": str(manifest.world_size),
-        "taken by a fit with": taken_by,
+        "resumed by a fit with": taken_by,
         "metrics": tables.numbers(manifest.metrics),
-        "history, last": tables.numbers(_last(manifest)),
+        "last history": tables.numbers(_last(manifest)),
         "versions": "  ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
-    tables.say_table("", ("", ""), [(name, value) for name, value in told.items() if value])
+    tables.say_table("", ("", ""), [(name, value) for name, value in rows.items() if value])
     tables.say("")
     shards = [(each.file, tables.size(each.bytes), each.xxh3_128) for each in manifest.shards]
     tables.say_table("", ("file", "size", "XXH3, 128 bits"), shards, right=("size",))
     tables.say("")
-    rows = [
+    variables = [
         (each.key, str(list(each.shape)), each.dtype, tables.size(_bytes(each)))
         for each in manifest.variables
     ]
-    tables.say_table("", ("variable", "shape", "type", "size"), rows, right=("size",))
+    tables.say_table("", ("variable", "shape", "type", "size"), variables, right=("size",))
     tables.say("", *_totals(manifest))
 
 
 def _last(manifest: Manifest) -> dict[str, float]:
-    """The newest value of each name that is a number."""
+    """Returns the newest value of every name whose values are numbers."""
     last = {name: values[-1] for name, values in manifest.history.items() if values}
     return {name: value for name, value in last.items() if isinstance(value, int | float)}
 

@@ -1,4 +1,4 @@
-"""How the commands print."""
+"""Prints text, tables and JSON for the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from keras_distplug.core.printable import printable
 
-_PIPE_WIDTH = 10_000  # nobody looks at the edge of a file
+_PIPE_WIDTH = 10_000  # a file has no width: lines are never broken
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -26,7 +26,7 @@ def console() -> Console:
 
 
 def say(*lines: str) -> None:
-    """Prints lines as they are, however long."""
+    """Prints lines without breaking them, however long they are."""
     printed = console()
     for line in lines:
         printed.print(_text(line), soft_wrap=True)
@@ -47,10 +47,10 @@ def say_table(
     """Prints a table.
 
     Args:
-        title: What stands above it.
-        columns: Their names.
-        rows: Their cells.
-        right: The columns of numbers.
+        title: The line above the table; `""` for none.
+        columns: The names of the columns.
+        rows: The cells of every row.
+        right: The names of the columns that are aligned to the right: numbers.
     """
     table = Table(
         title=_text(title) if title else None,
@@ -68,7 +68,7 @@ def say_table(
 
 
 def size(count: float) -> str:
-    """`"1.2 MB"`."""
+    """Returns a number of bytes as text, such as `"1.2 MB"`."""
     unit = 0
     while count >= 999.5 and unit + 1 < len(_UNITS):
         count, unit = count / 1000, unit + 1
@@ -80,17 +80,25 @@ def numbers(values: Mapping[str, float]) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`"1 file"`, `"2 files"`."""
+    """Returns `"1 file"`, `"2 files"`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def time(iso: str) -> str:
-    """`"2026-01-31 12:00:00"`, of what is in UTC."""
+    """Returns a time in UTC without its zone, such as `"2026-01-31 12:00:00"`."""
     return iso.partition("+")[0].replace("T", " ")
 
 
+def age(secs: float) -> str:
+    """Returns a duration in its largest unit, such as `"5 min"` or `"3 d"`."""
+    for unit, unit_secs in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if secs >= unit_secs:
+            return f"{secs / unit_secs:.0f} {unit}"
+    return f"{max(secs, 0):.0f} s"
+
+
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """Returns `value` with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

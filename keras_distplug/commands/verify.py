@@ -1,4 +1,4 @@
-"""`keras-distplug verify`: are the bytes those that were committed?"""
+"""`keras-distplug verify`: compares checkpoints with what was committed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from keras_distplug.commands import tables
+from keras_distplug.commands import locations, progress_bar, tables
+from keras_distplug.commands.locations import Location
+from keras_distplug.commands.progress_bar import Bar
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from keras_distplug.storage import architecture, runs, survey
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import Files
 from keras_distplug.storage.survey import Depth, Seen
 
 _NO_DAMAGE = ("cut off", "unfinished")
@@ -18,15 +20,15 @@ _NO_DAMAGE = ("cut off", "unfinished")
 
 @dataclass(frozen=True)
 class Finding:
-    """How one thing is.
+    """The state of a checkpoint or of another file of a run.
 
     Args:
-        run: Its run.
-        name: Its name.
-        state: As in `Seen`; instead of `"committed"`, `"whole"` where every byte was read, and
-            otherwise `"sizes match"`.
-        bytes: How many were looked at; 0 for what has no arrays.
-        reason: What is wrong.
+        run: The name of the run.
+        name: The name of the checkpoint or file.
+        state: A state of `Seen`, except that a committed checkpoint is `"whole"` if every byte was
+            read and `"sizes match"` otherwise.
+        bytes: The number of bytes that were checked; 0 for files without arrays.
+        reason: What is wrong. Defaults to `None`.
     """
 
     run: str
@@ -37,14 +39,17 @@ class Finding:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    files = open_files(parsed.directory, parsed.storage_options)
+    location = locations.of(parsed)
+    files = location.files
     depth = Depth.BYTES if parsed.deep else Depth.SIZES
     found = []
-    for each in _findings(files, parsed.run, parsed.step, depth):
-        found.append(each)
-        # At once: reading every byte takes its time.
-        if not parsed.json:
-            tables.say(_line(each))
+    with progress_bar.bar() as bar:
+        for each in _findings(location, depth, bar):
+            found.append(each)
+            # Printed as it is found: reading every byte takes time.
+            if not parsed.json:
+                with bar.hidden():
+                    tables.say(_line(each))
     checkpoints = [each for each in found if each.name.partition("-")[0] in survey.KINDS]
     sound = "whole" if parsed.deep else "sizes match"
     damaged = [each for each in found if each.state not in (sound, *_NO_DAMAGE)]
@@ -60,31 +65,42 @@ def run(parsed: argparse.Namespace) -> int:
             }
         )
     elif whole or damaged:
-        what = "whole" if parsed.deep else "of the right size (--deep reads their bytes, too)"
+        what = "whole" if parsed.deep else "of the right size (--deep also reads their bytes)"
         tables.say(f"{len(whole)} {what}, {len(damaged)} damaged or unreadable")
     if not whole and not damaged:
-        what = "no checkpoint" if parsed.step is None else f"no checkpoint {parsed.step!r}"
+        asked = location.checkpoint
+        what = "no checkpoint" if asked is None else f"no checkpoint {asked!r}"
         raise NoCheckpointError(f"{files.where()} holds {what} to verify.")
     return 1 if damaged else 0
 
 
-def _findings(
-    files: Files, only: str | None, step: int | str | None, depth: Depth
-) -> Iterator[Finding]:
-    for name in survey.run_names(files, only):
+def _findings(location: Location, depth: Depth, bar: Bar) -> Iterator[Finding]:
+    step = location.checkpoint
+    for name in location.run_names():
+        files = location.files
         if step is None:
-            yield from _of_record(name, "RUN.json", partial(runs.read_run, files, name))
-            yield from _of_record(
+            yield from _damage_of(name, "RUN.json", partial(runs.read_run, files, name))
+            yield from _damage_of(
                 name, "MODEL.json", partial(architecture.require_whole, files, name)
             )
+        if bar.is_shown:
+            total = _bytes_of(files, name, step) if depth is Depth.BYTES else None
+            bar.start(f"verifying {name}", total, "bytes" if total else "")
+            files = bar.counting(files)
         for seen in survey.checkpoints_of(files, name, depth, step):
             sound = "whole" if depth is Depth.BYTES else "sizes match"
             state = sound if seen.state == "committed" else seen.state
             yield Finding(name, seen.name, state, seen.bytes, _reason(seen))
 
 
-def _of_record(run: str, name: str, read: Callable[[], object]) -> Iterator[Finding]:
-    """Nothing, if a file that a run has beside its checkpoints is whole."""
+def _bytes_of(files: Files, run: str, step: int | str | None) -> int:
+    """Returns the size of the checkpoints whose bytes will be read."""
+    found = survey.checkpoints_of(files, run, Depth.MANIFESTS, step)
+    return sum(each.bytes for each in found if each.state == "committed")
+
+
+def _damage_of(run: str, name: str, read: Callable[[], object]) -> Iterator[Finding]:
+    """Yields a finding if a file in a run's folder is damaged or cannot be read."""
     try:
         read()
     except CorruptCheckpointError as error:
@@ -94,9 +110,9 @@ def _of_record(run: str, name: str, read: Callable[[], object]) -> Iterator[Find
 
 
 def _reason(seen: Seen) -> str | None:
-    return f"set aside: {seen.reason}" if seen.is_set_aside else seen.reason
+    return f"quarantined: {seen.reason}" if seen.is_set_aside else seen.reason
 
 
 def _line(found: Finding) -> str:
-    told = found.reason or tables.size(found.bytes)
-    return f"{found.run}/{found.name}: {found.state}, {told}"
+    details = found.reason or tables.size(found.bytes)
+    return f"{found.run}/{found.name}: {found.state}, {details}"

@@ -57,6 +57,8 @@ class Began(Event):
         versions: Versions of packages by name. Defaults to none.
         resumes: True (the default) if checkpoints are saved, so that a later `fit` continues the
             run; False if every `fit` is a separate training.
+        reached_before: The exact step at which the previous attempt of the run ended. Defaults to
+            `None`: only its log says how far it came.
     """
 
     session: str
@@ -70,6 +72,7 @@ class Began(Event):
     step: int
     versions: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = True
+    reached_before: int | None = None
 
 
 @dataclass(frozen=True)

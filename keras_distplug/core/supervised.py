@@ -8,6 +8,7 @@ Standard library only: the supervisor and every worker import this before Tensor
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 import os
 import time
@@ -187,6 +188,14 @@ class Supervised:
             }
         except (OSError, ValueError, AttributeError):
             return {}
+
+    def step_marker(self, run: str) -> Path:
+        """Returns the file of the `StepMarker` of a run, which all attempts share.
+
+        Args:
+            run: Where the run is.
+        """
+        return self.status_dir.parent / f"{hashlib.sha256(run.encode()).hexdigest()[:16]}.step"
 
     def pulse_of(self, worker: str) -> Path:
         """Returns a file that holds a worker's PID; the worker touches it while Python can run."""

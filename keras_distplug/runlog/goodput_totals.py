@@ -101,7 +101,7 @@ class Attempt:
     """One `fit` of all workers.
 
     Args:
-        number: From 0.
+        number: The first attempt of the run is 1, as in all that is printed.
         begins_at: When the chief's process was started.
         ends_at: When the last of its workers was last heard of.
         workers: How many.
@@ -300,10 +300,13 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
             began = min(following, key=lambda each: each.began.rank).began
             again_from = began.step if began.resumes else None
         last_step = max(fit.last_step for fit in group)
+        if following is not None:
+            # The log of an attempt that was killed ends before its last steps.
+            last_step = max(last_step, began.reached_before or 0)
         failure = _failure(supervised, chief)
         found.append(
             Attempt(
-                number=number,
+                number=number + 1,
                 begins_at=chief.begins_at,
                 ends_at=max(fit.ends_at for fit in group),
                 workers=chief.began.workers,

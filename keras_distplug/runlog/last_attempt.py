@@ -6,8 +6,10 @@ import contextlib
 import re
 from dataclasses import dataclass
 
+from keras_distplug.core import step_marker
 from keras_distplug.core.event_lines import from_line
 from keras_distplug.core.events import Began, Entry, Finished, PeerLost, Preempted, Raised, Window
+from keras_distplug.core.supervised import Supervised
 from keras_distplug.runlog.log_files import FOLDER, newest
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
@@ -24,8 +26,8 @@ class Before:
     Args:
         attempts: How many have left a log.
         last_step: With which the last of them ended, as far as it has told.
-        has_told_all: Whether it has told of its end; one that is killed has trained some more steps
-            than it could tell of.
+        has_told_all: True if `last_step` is exact. A process that is killed without a supervisor
+            has trained a few more steps than its log says.
     """
 
     attempts: int
@@ -34,13 +36,14 @@ class Before:
 
     def loss(self, step: int) -> str:
         """Returns how many of its steps are lost if the next attempt starts at a checkpoint of
-        this one, as a sentence; "" if that is not known."""
+        this one, as a sentence; "" if there is nothing true to say."""
         lost = max(0, self.last_step - step)
+        if not self.has_told_all:
+            return f"the log of attempt {self.attempts} ends at step {self.last_step}" * bool(lost)
         if not lost:
-            return "no steps were lost" if self.has_told_all else ""
-        least = "" if self.has_told_all else "at least "
+            return "no steps were lost"
         steps, were = ("step", "was") if lost == 1 else ("steps", "were")
-        return f"{least}{lost} {steps} since that checkpoint {were} lost"
+        return f"{lost} {steps} since that checkpoint {were} lost"
 
 
 def look_back(files: Files, run: str, worker: str) -> Before | None:
@@ -68,8 +71,18 @@ def look_back(files: Files, run: str, worker: str) -> Before | None:
         steps = [entry.event.step for entry in entries if isinstance(entry.event, Window | Began)]
         if steps:
             attempts = len({match["session"] for match in stems.values()})
+            if (reached := _marked(files, run, stems[last]["session"])) is not None:
+                return Before(attempts, reached, True)
             return Before(attempts, max(steps), isinstance(entries[-1].event, _LAST_WORDS))
     return None
+
+
+def _marked(files: Files, run: str, session: str) -> int | None:
+    """Returns the exact step that an attempt under this supervisor reached; `None` otherwise."""
+    supervised = Supervised.from_env()
+    if supervised is None:
+        return None
+    return step_marker.read(supervised.step_marker(files.where(run)), session)
 
 
 def _entries(files: Files, path: str) -> list[Entry]:

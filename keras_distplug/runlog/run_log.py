@@ -23,7 +23,7 @@ from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.callbacks.run_keeper import keeper_among
 from keras_distplug.callbacks.watchdog import Watchdog
 from keras_distplug.cluster import agreement
-from keras_distplug.core import events, reporting
+from keras_distplug.core import events, reporting, step_marker
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.event_lines import to_line
 from keras_distplug.core.events import Entry, Event, OfReplica, Window
@@ -32,6 +32,7 @@ from keras_distplug.core.ledger import Category, Ledger, split
 from keras_distplug.core.log import announce
 from keras_distplug.core.operating_system import unsuspended_s
 from keras_distplug.core.process import started_at
+from keras_distplug.core.step_marker import StepMarker
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.python_state import json_values
 from keras_distplug.runlog.event_files import EventFiles
@@ -217,6 +218,9 @@ class RunLog(Watchdog):
             place, options = run.directory, run.storage_options
         if self._keeper is None:  # it may go on with a model that was trained before
             writes.step = writes.windows.updates
+        run_folder = folder.removesuffix(FOLDER).rstrip("/")
+        supervised = Supervised.from_env() if role.is_chief else None
+        marked = None if supervised is None else supervised.step_marker(files.where(run_folder))
         stem = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{role.name}-{session[:8]}"
         began = events.Began(
             session=session,
@@ -230,6 +234,7 @@ class RunLog(Watchdog):
             step=writes.step,
             versions=_versions(),
             resumes=self._keeper is not None,
+            reached_before=None if marked is None else step_marker.read(marked),
         )
         where = files.where(folder)
 
@@ -246,7 +251,6 @@ class RunLog(Watchdog):
         )
         curves = None
         if role.is_chief:
-            run_folder = folder.removesuffix(FOLDER).rstrip("/")
 
             def earlier() -> tuple[list[Fit], list[Entry]]:
                 fits, supervised = read(files, run_folder)
@@ -255,10 +259,12 @@ class RunLog(Watchdog):
             event_files = EventFiles(files, f"{folder}/goodput")
             curves = GoodputCurves(event_files, earlier, writes.begins_at, resumes=began.resumes)
         writes.open(role.name, began, log, curves)
-        supervised = Supervised.from_env()
-        if role.is_chief and supervised is not None and place is not None:
-            url = os.fspath(place)
-            supervised.logs_to(str(local_path(url) or url), folder, options)
+        if supervised is not None and marked is not None:
+            with contextlib.suppress(OSError):  # only the number of lost steps depends on it
+                writes.marker = StepMarker(marked, session, writes.step)
+            if place is not None:
+                url = os.fspath(place)
+                supervised.logs_to(str(local_path(url) or url), folder, options)
 
 
 class _Writes:
@@ -274,6 +280,7 @@ class _Writes:
         self.epoch = 0
         self.step = 0  # batches since the run began
         self.windows = windows
+        self.marker: StepMarker | None = None  # of the chief, under a supervisor
         self._steps = 0  # of this window
         self._is_first = True
         self._log: Log | None = None
@@ -342,6 +349,8 @@ class _Writes:
         self._ledger.switch(Category.OTHER, now_s)
         self.step += batches
         self._steps += batches
+        if self.marker is not None:
+            self.marker.store(self.step)
         pause_s = min(max(_LEAST_SECS, _SHARE * (now_s - self._begun_s)), _MOST_SECS)
         if now_s - self._flushed_s >= pause_s:
             self.end_window()

@@ -252,10 +252,11 @@ class StepInstrumentation(gates.Gate):
         if not is_compiled:
             found = self._run_step(step)
         else:
-            # XLA cannot call Python, so it only compiles the inner part of the step.
-            compiled = tf.function(
-                self._run_inner_step, jit_compile=True, reduce_retracing=True, autograph=False
-            )
+            # XLA cannot call Python, so it only compiles the inner part of the step. A `partial` is
+            # counted separately: TensorFlow would take the traces of several models for retracing
+            # of one function.
+            inside = functools.partial(self._run_inner_step)
+            compiled = tf.function(inside, jit_compile=True, reduce_retracing=True, autograph=False)
             found, step.carried = compiled(step.batch)
         for name in [
             name for name, each in step.carried.items() if not _are_in_current_graph(each)

@@ -355,11 +355,9 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
     for exit_ in last.exits:
         if exit_ is not failure:
             lines.append(f"  then: {_consequence(exit_, failure)}")
-    for number, attempt in enumerate(history[:-1]):
+    for attempt in history[:-1]:
         if attempt.outcome.first_failure:
-            lines.append(
-                f"  earlier, in attempt {number}: {_with_time(attempt.outcome.first_failure)}"
-            )
+            lines.append(f"  earlier: {_with_time(attempt.outcome.first_failure)}")
     return lines
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from keras.src.losses import loss as keras_loss  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
 from keras_distplug.backend.tensorflow.replicas import empty_batches  # noqa: E402
-from keras_distplug.backend.tensorflow.runtime import private_names  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import private_names, progress_bars  # noqa: E402
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked  # noqa: E402
 
 
@@ -196,3 +199,49 @@ def test_already_distributed_data(mirrored: tf.distribute.Strategy) -> None:
             made = model()
         histories.append(kd.adapt(made).fit(given, epochs=2, verbose=0).history)
     assert histories == [histories[0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("task", "verbose", "expected"),
+    [
+        (("worker", 0), "auto", 1),
+        (("worker", 1), "auto", 0),
+        (("worker", 1), 1, 0),
+        (("worker", 1), 2, 2),
+        (("worker", 1), 0, 0),
+        (("chief", 0), 1, 1),
+    ],
+)
+def test_progress_bar(
+    task: tuple[str, int], verbose: Any, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under several workers, only the chief draws a progress bar; a line per epoch is printed by
+    every worker."""
+    trainer.install_dispatch()
+    jobs = ["chief", "worker"] if task[0] == "chief" else ["worker"]
+    spec = SimpleNamespace(jobs=jobs)
+    resolver = SimpleNamespace(task_type=task[0], task_id=task[1], cluster_spec=lambda: spec)
+    params = {"verbose": verbose, "epochs": 2, "steps": 3}
+    for is_multi_worker in (True, False):
+        monkeypatch.setattr(progress_bars, "is_multi_worker", lambda _: is_multi_worker)  # noqa: B023
+        monkeypatch.setattr(progress_bars, "resolver_of", lambda _: resolver)
+        bar = keras.callbacks.ProgbarLogger()
+        bar.set_model(model())
+        bar.set_params(params)
+        assert bar.verbose == (expected if is_multi_worker else {"auto": 1}.get(verbose, verbose))
+
+
+def test_no_warning_of_retracing(mirrored: tf.distribute.Strategy) -> None:
+    """TensorFlow takes the first traces of several models for retracing if they share code."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    tf.get_logger().addHandler(handler)
+    try:
+        for _ in range(5):
+            with mirrored.scope():
+                mine = kd.adapt(model())
+            mine.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=4, verbose=0)
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert not [each for each in heard if "retracing" in each and "make_" not in each]

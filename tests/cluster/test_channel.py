@@ -75,7 +75,9 @@ def test_to_chief() -> None:
 def test_time_out() -> None:
     """A chief that does not answer is an error that names who waited, how long, for what."""
     other = Channel(OTHER, Memory(), timeout_s=0.01)
-    with pytest.raises(AgreementError, match="worker-1 waited 0 s for the chief's word on 'run'"):
+    with pytest.raises(
+        AgreementError, match="worker-1 waited 0 s for the chief's message on 'run'"
+    ):
         other.from_chief("run", None)
 
 
@@ -90,7 +92,9 @@ def test_lost_chief() -> None:
     """A worker that cannot even send its value has lost another one, too."""
     store = Memory()
     store.breaks_at = "keras_distplug/1/random/1"
-    with pytest.raises(AgreementError, match="telling 'random' and lost another worker"):
+    with pytest.raises(
+        AgreementError, match="the store to accept 'random' and lost another worker"
+    ):
         Channel(OTHER, store).to_chief("random", "b")
 
 
@@ -100,7 +104,7 @@ def test_told_once() -> None:
     chief, other = (Channel(role, store).below("a session") for role in (CHIEF, OTHER))
     assert chief.tell_first("who", "chief")
     assert not other.tell_first("who", "other")
-    with pytest.raises(AgreementError, match="'a session/who' has been told before"):
+    with pytest.raises(AgreementError, match="'a session/who' has been sent before"):
         other.tell("who", "other")
     assert other.hear("who", 10) == "chief"
     assert Channel(OTHER, store).below("another session").tell_first("who", "other")

@@ -65,7 +65,7 @@ def test_who_does_not_listen(workers: list[socket.socket]) -> None:
     workers[2].close()
     address = here.cluster["worker"][2]
     found = peers.lost(CLOSED, here, Service(WELL))
-    assert found == f"worker-2 ({address}), where nobody listens any more"
+    assert found == f"worker-2 ({address}), where no process listens any longer"
 
 
 def test_the_chief(workers: list[socket.socket]) -> None:
@@ -74,7 +74,8 @@ def test_the_chief(workers: list[socket.socket]) -> None:
     workers[0].close()
     found = peers.lost(CLOSED, here, Service(ConnectionError("refused")))
     assert (
-        found == f"worker-0 (the chief, {here.cluster['worker'][0]}), where nobody listens any more"
+        found
+        == f"worker-0 (the chief, {here.cluster['worker'][0]}), where no process listens any longer"
     )
 
 
@@ -84,7 +85,7 @@ def test_the_machine_of_the_chief(answer: OSError, workers: list[socket.socket])
     found = peers.lost(CLOSED, role(workers, 1), Service(answer))
     assert found is not None
     assert found.startswith("worker-0 (the chief, 127.0.0.1:")
-    assert found.endswith("which does not answer any more")
+    assert found.endswith("which no longer answers")
 
 
 def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
@@ -113,7 +114,9 @@ def test_what_the_service_knows(workers: list[socket.socket]) -> None:
 
 def test_who_was_first(workers: list[socket.socket]) -> None:
     """What another worker has told counts more than that it has left for it."""
-    word = "keras_distplug lost <worker-2 (host:1), where nobody listens any more> by <worker-0>"
+    word = (
+        "keras_distplug lost <worker-2 (host:1), where no process listens any longer> by <worker-0>"
+    )
     told = f"Error reported from /job:worker/task:0: {word}. Restart your program"
     here = role(workers, 1)
     workers[0].close()
@@ -122,7 +125,7 @@ def test_who_was_first(workers: list[socket.socket]) -> None:
         (CLOSED, [word, None, STOPPED]),
     ]:
         found = peers.lost(error, here, Service(answer))
-        assert found == "worker-2 (host:1), where nobody listens any more"
+        assert found == "worker-2 (host:1), where no process listens any longer"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_lost_in_an_agreement(workers: list[socket.socket]) -> None:
     """An agreement that broke off is looked into, too, though Keras drops causes."""
     here = role(workers, 0)
     workers[1].close()
-    error = AgreementError("waited for the word of worker 1")
+    error = AgreementError("waited for the message of worker 1")
     error.__context__ = ConnectionError("socket closed")
     found = peers.lost(error, here, Service(WELL))
     assert found is not None

@@ -96,7 +96,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def await_two(lines: list[str]) -> None:
     """Returns once the chief of three workers knows another one."""
-    while not any("2 of 3 are here" in line for line in list(lines)):
+    while not any("2 of 3 have started" in line for line in list(lines)):
         time.sleep(0.01)
 
 
@@ -322,7 +322,7 @@ def test_chief_that_is_interrupted(
     first, worker, _ = roles(3)
 
     def interrupt(line: str) -> None:
-        if "2 of 3 are here" in line:
+        if "2 of 3 have started" in line:
             raise error
 
     monkeypatch.setattr(waiting, "announce", interrupt)
@@ -358,7 +358,7 @@ def test_address_that_leads_nowhere() -> None:
     errors = outcomes(meet(at(first, 1, f"127.0.0.1:{port}")), meet(worker))
     for error in errors:
         assert isinstance(error, PeerLostError)
-        assert f"worker-1 ({worker.cluster['worker'][1]}) is there" in str(error)
+        assert f"worker-1 ({worker.cluster['worker'][1]}) has started" in str(error)
         assert "does not lead from the chief to it: connection refused" in str(error)
 
 

@@ -134,8 +134,8 @@ def test_malformed(text: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("cluster", "complaint"),
     [
-        ({}, "must be an object of task types.*Received: {}"),
-        (["a:1"], "must be an object of task types.*a JSON array"),
+        ({}, "must be an object that maps task types.*Received: {}"),
+        (["a:1"], "must be an object that maps task types.*a JSON array"),
         ({"worker": []}, r"'worker'.* at least one .*Received: \[\]"),
         ({"worker": "a:1"}, "must be a list.*a JSON string"),
         ({"worker": ["a"]}, r"worker\[0\] has no valid address.*'a'"),

@@ -49,7 +49,7 @@ def test_goodput(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["start_up"] == ["10.0", "15.6", "%"]
     assert rows["other"] == ["4.0", "6.2", "%"]
     assert "restore" not in rows
-    assert rows["0"][-1]
+    assert rows["1"][-1]
     assert "finished" in printed
 
 
@@ -75,8 +75,8 @@ def test_waits_that_are_not_known(directory: Path, capsys: pytest.CaptureFixture
     write(directory / "run-0001", "two", (at, began), *steps)
     assert main(["goodput", str(directory)]) == 0
     printed = capsys.readouterr().out
-    assert "Of 1.0 s of steps it is not known how much was waiting for data: XLA" in printed
-    assert "Of 3.0 s of steps it is not known how much was waiting for other replicas" in printed
+    assert "1.0 s of steps include an unknown time waiting for data: XLA" in printed
+    assert "3.0 s of steps include an unknown time waiting for other replicas" in printed
     assert main(["goodput", str(directory), "--json"]) == 0
     [run] = json.loads(capsys.readouterr().out)["runs"]
     assert run["unknown_waits_secs"] == {"input": 1.0, "sync": 3.0}

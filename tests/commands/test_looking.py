@@ -19,7 +19,7 @@ from support.cluster import environment
 from keras_distplug.cli import main
 from keras_distplug.core.errors import CheckpointError
 from keras_distplug.core.state import Completion
-from keras_distplug.storage import survey
+from keras_distplug.storage import layout, survey
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.manifest import SCHEMA_VERSION
 from keras_distplug.storage.sealed import digest_of
@@ -76,8 +76,8 @@ def test_ls_for_people(directory: str, say: Say) -> None:
     made.cut_off(directory, "step-00000009")
     code, printed = say("ls", directory)
     assert code == 0
-    assert f"{RUN}, begun 20" in printed
-    assert "the one that training goes on with" in printed
+    assert f"{RUN}, started 20" in printed
+    assert "resumed by the next start" in printed
     assert re.search(r"step-00000004 +committed +4 +1 +0 +20.* B +1 +0\.25 +0\.25", printed)
     assert re.search(r"final-00000008 +committed .*any epochs", printed)
     assert re.search(r"step-00000009 +unfinished +9 +100 B", printed)
@@ -228,7 +228,7 @@ def test_show(directory: str, ask: Ask, say: Say) -> None:
     code, printed = say("show", directory)
     assert code == 0
     for expected in (
-        r"epoch +1 done, and 2 batches\b", r"history, last +loss 0\.1667\b", r"rank-0-1\.safetens",
+        r"epoch +1 done, and 2 batches\b", r"last history +loss 0\.1667\b", r"rank-0-1\.safetens",
         r"model/dense/kernel +\[3, 4\] +float32 +48 B", r"model: 2 variables, 56 B", "keras 3",
     ):  # fmt: skip
         assert re.search(expected, printed), printed
@@ -268,7 +268,7 @@ def test_show_end(tmp_path: Path, ask: Ask, say: Say) -> None:
         (("--step", "5"), 3, r"contains no checkpoint 5\. Committed checkpoints: step-00000004"),
         (("--run", "run-0007"), 3, "contains no run 'run-0007'. Its runs: run-0001"),
         (("step-00000008",), 1, "step-00000008 is damaged: a bit fell over"),
-        (("step-00000004", "--step", "4"), 2, "Give a name or a step"),
+        (("step-00000004", "--step", "4"), 2, "Give a name or a step, not both"),
     ],
 )
 def test_what_cannot_be_shown(
@@ -446,7 +446,7 @@ def test_unreadable(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: Any) -> Any:
         raise CheckpointError("the disk is on fire")
 
-    monkeypatch.setattr(survey, "run_names", fail)
+    monkeypatch.setattr(layout, "runs", fail)
     code, printed = say("ls", tmp_path)
     assert (code, printed) == (1, "keras-distplug ls: error: the disk is on fire\n")
 

@@ -55,7 +55,7 @@ def test_what_goes(keep: tuple[str, ...], expected: set[int], directory: str, as
 
 
 def test_dry_run(directory: str, ask: Ask, say: Say) -> None:
-    """A dry run says what would go and how large it is, and changes nothing."""
+    """A dry run lists what would be deleted and how large it is, and changes nothing."""
     made.run(directory, *(made.state(step) for step in (4, 8, 12)))
     made.cut_off(directory, "step-00000006")
     before = made.listing(directory)
@@ -66,8 +66,8 @@ def test_dry_run(directory: str, ask: Ask, say: Say) -> None:
     }  # fmt: skip
     assert told["bytes"] == sum(each["bytes"] for each in told["deleted"])
     code, printed = say("prune", directory, "--keep-last", "1", "--dry-run")
-    assert re.search(rf"(?m)^{RUN}/step-00000006: would go, cut off, 100 B$", printed)
-    assert "3 checkpoints would go" in printed
+    assert re.search(rf"(?m)^{RUN}/step-00000006: would be deleted, cut off, 100 B$", printed)
+    assert "3 checkpoints would be deleted" in printed
     assert made.listing(directory) == before
     assert ask("prune", directory, "--keep-last", "1")[1]["deleted"] == told["deleted"]
     assert names(directory) == ["step-00000012"]
@@ -189,13 +189,13 @@ def test_one_before_the_newest_cannot_be_read(
     before = made.contents(tmp_path / RUN)
     code, printed = say("prune", tmp_path, "--keep-last", "2")
     assert (code, bool(refused)) == (0, True)
-    assert f"{RUN}/step-00000008: stays, " in printed
+    assert f"{RUN}/step-00000008: kept, " in printed
     assert "run-0002/step-00000003: deleted" in printed
     assert made.contents(tmp_path / RUN) == before
 
 
 def test_cut_off(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pruning that is cut off leaves nothing that counts and is not whole."""
+    """Pruning that is interrupted leaves no incomplete checkpoint that counts."""
     store = made.run(tmp_path, *(made.state(step) for step in (4, 8, 12)))
     stock, deleted = CheckpointStore.delete, []
 
@@ -206,8 +206,7 @@ def test_cut_off(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> N
         stock(self, name, file)
 
     monkeypatch.setattr(CheckpointStore, "delete", delete)
-    with pytest.raises(KeyboardInterrupt):
-        ask("prune", tmp_path, "--keep-last", "1")
+    assert ask("prune", tmp_path, "--keep-last", "1")[0] == 130
     assert deleted == [("step-00000004", "MANIFEST.json")]
     monkeypatch.undo()
     code, told = ask("verify", tmp_path, "--deep")

@@ -23,7 +23,7 @@ VARIABLE = [
     (r"\S*runs/digits", "runs/digits"),
     (r"- \d+s - \d+[mu]?s/step", "- TIME"),
     (r"step-\d{8}: resuming at epoch \d+/20, (batch \d+, )?step \d+", "CHECKPOINT"),
-    (r"(\(attempt 2)(?:; at least \d+ steps [^()]* were lost)?\)", r"\1)"),
+    (r"(\(attempt 2)(?:; the log of attempt 1 ends at step \d+)?\)", r"\1)"),
     (r"loss: \d\.\d{4}", "LOSS"),
     (r"Epoch \d+/20", "EPOCH"),
 ]

@@ -42,7 +42,10 @@ VARIABLE = (
     (r"\b\d+m?s - \d+[mu]?s/step\b", "<time>"),
     (r"\b(?:final )?loss:? \d+\.\d+", "<loss>"),  # compared by `losses`
     (r"step-\d+(: resuming at epoch \d/\d), batch \d+, step \d+", r"<step>\1, batch <n>, step <n>"),
-    (r"(\(attempt 2)(?:; [^()]*\blost\b[^()]*)?\)", r"\1)"),  # depends on when it was killed
+    (
+        r"(\(attempt 2)(?:; [^()]*(?:\blost\b|\bends at step\b)[^()]*)?\)",
+        r"\1)",
+    ),  # depends on when it was killed
     # the checkpoint before the last one: a busy machine leaves some out
     (r"^step-\d+ +committed +\d+ +\d+ +0\b(?!.*epochs)", "step-<n>  committed  <n>  <n>  0"),
     (r"\b\d+\.\d s\b", "<time>"),

@@ -98,7 +98,7 @@ def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) ->
     with mirrored.scope():
         placed = small.model()
     other = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    refuse(ConfigurationError, "is another one", placed, X, Y, strategy=other)
+    refuse(ConfigurationError, "is a different one", placed, X, Y, strategy=other)
 
 
 def test_strategy(refuse: Callable[..., None]) -> None:

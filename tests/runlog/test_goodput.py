@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -248,6 +249,19 @@ def test_attempts() -> None:
     ]
     assert [each.end for each in found] == ["worker-1 was killed by SIGKILL", None, "finished"]
     assert [each.exit_code for each in found] == [137, None, None]
+
+
+def test_attempt_that_reached_more_than_it_logged() -> None:
+    """If the next attempt knows the exact last step, lost steps are counted up to there; attempts
+    are numbered from 1."""
+    fits = [
+        fit(window(10, 40, 40, step=10)),
+        fit(window(30, 60, 30, step=10), session="b", step=30),
+    ]
+    fits[1] = replace(fits[1], began=replace(fits[1].began, reached_before=47))
+    first, second = goodput_totals.attempts(fits)
+    assert (first.number, first.last_step, first.lost_steps) == (1, 47, 17)
+    assert (second.number, second.last_step, second.lost_steps) == (2, 60, 0)
 
 
 def test_attempt_that_died_behind_its_checkpoint() -> None:

@@ -13,6 +13,8 @@ import pytest
 from keras_distplug.core import events
 from keras_distplug.core.event_lines import from_line, to_line
 from keras_distplug.core.events import Entry, Event
+from keras_distplug.core.step_marker import StepMarker
+from keras_distplug.core.supervised import Supervised
 from keras_distplug.runlog import last_attempt, log_files, sinks
 from keras_distplug.runlog.last_attempt import Before, look_back
 from keras_distplug.runlog.log_files import Log, Reader, newest, open_beside, read, sink_for
@@ -319,7 +321,7 @@ def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     before = look_back(files, RUN, "worker-0")
     assert before == Before(2, 40, has_told_all=False)
     assert look_back(files, RUN, "chief-0") is None
-    assert before.loss(38) == "at least 2 steps since that checkpoint were lost"
+    assert before.loss(38) == "the log of attempt 2 ends at step 40"
     assert before.loss(40) == ""  # there may have been more steps that its log doesn't have
     written = log(files, "20261122T121113Z-worker-0-bbbbbbbb")
     written.append(line(began()))
@@ -330,6 +332,25 @@ def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     assert before == Before(3, 44, has_told_all=True)
     assert before.loss(43) == "1 step since that checkpoint was lost"
     assert before.loss(44) == "no steps were lost"
+
+
+def test_exact_loss(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a supervisor, the number of lost steps is exact even if a process was killed before it
+    could write its log."""
+    supervised = Supervised("job", 1, tmp_path / "attempt-1")
+    written = log(files, "20261122T111113Z-worker-0-aaaaaaaa")
+    written.append(line(began()))
+    written.append(line(events.Window(40, 1, 0, {"step": 1.0})))
+    written.close()
+    StepMarker(supervised.step_marker(files.where(RUN)), "aaaaaaaa", 30).store(47)
+    before = look_back(files, RUN, "worker-0")
+    assert before is not None
+    assert before.loss(38) == "the log of attempt 1 ends at step 40"
+    for name, value in supervised.to_env().items():
+        monkeypatch.setenv(name, value)
+    before = look_back(files, RUN, "worker-0")
+    assert before == Before(1, 47, has_told_all=True)
+    assert before.loss(38) == "9 steps since that checkpoint were lost"
 
 
 def test_look_back_reads_the_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

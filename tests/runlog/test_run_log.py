@@ -244,7 +244,7 @@ def test_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = next(each for each in caplog.messages if "resuming at" in each)
     assert line.endswith(
         "step-00000004: resuming at epoch 1/3, batch 5, step 4 "
-        "(attempt 2; at least 3 steps since that checkpoint were lost)"
+        "(attempt 2; the log of attempt 1 ends at step 7)"
     )
     first, second = logged(tmp_path)
     assert (first.last_step, second.began.step) == (7, 4)

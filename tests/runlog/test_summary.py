@@ -286,7 +286,7 @@ def test_many_attempts() -> None:
     fits = [fit_of(saved(1), session=str(n), begin=1000.0 + 10 * n) for n in range(1000)]
     shown = summary("a", fits, [], 20_000.0)
     assert (shown["attempted"], len(shown["attempts"])) == (1000, 200)
-    assert shown["attempts"][-1]["number"] == 999
+    assert shown["attempts"][-1]["number"] == 1000
 
 
 @pytest.mark.parametrize(("later_s", "state"), [(10, "training"), (1000, "not heard of any more")])

@@ -43,6 +43,7 @@ OF_OTHERS = ("Multiple instances of Three.js", "software WebGL")  # error messag
 @dataclass(frozen=True)
 class Job:
     folder: Path
+    output: str
     fits: list[Fit]
     supervised: list[Entry]
     noted: list[Entry]  # the supervisor's own log (`--log`)
@@ -60,7 +61,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     assert [each.who for each in fault.fired(folder)] == [FAULT.who]
     fits, supervised = log_files.read(open_files(folder / "runs"), "run-0001")
     noted = [entry for line in log.read_bytes().splitlines() if (entry := from_line(line))]
-    return Job(folder, fits, supervised, noted)
+    return Job(folder, ended.output, fits, supervised, noted)
 
 
 def test_sources(job: Job) -> None:
@@ -86,6 +87,9 @@ def test_attempts(job: Job) -> None:
     assert restored == [second.first_step] * 2
     assert first.last_step - second.first_step == first.lost_steps
     assert (second.end, second.lost_steps) == ("finished", 0)
+    # The terminal says the same, with exact numbers.
+    assert (first.number, second.number) == (1, 2)
+    assert f"(attempt 2; {first.lost_steps} steps since that checkpoint were lost)" in job.output
 
 
 def test_time_of_the_whole_job(job: Job) -> None:

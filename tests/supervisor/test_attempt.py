@@ -136,7 +136,7 @@ def test_closing_report_of_a_failure() -> None:
         "  then: worker-2 exited with code 1, 0.5 s later",
         "  then: worker-0 was stopped by the supervisor (SIGTERM), 1.0 s later",
     ]
-    assert lines[4].startswith("  earlier, in attempt 0: worker-0 exited without completing")
+    assert lines[4].startswith("  earlier: worker-0 exited without completing")
 
 
 def test_closing_report_of_an_interruption() -> None:

@@ -586,7 +586,7 @@ sys.exit(7)
     assert "restart 3 of 10, after a pause of 1 s" in printed
     assert "gave up: 3 consecutive attempts without a newer checkpoint" in printed
     assert "first failure: worker-1 exited with code 7 at " in printed
-    assert "earlier, in attempt 0: worker-1 exited with code 7 at " in printed
+    assert "earlier: worker-1 exited with code 7 at " in printed
 
 
 def test_signal_in_a_pause(start: Start) -> None:

@@ -53,7 +53,7 @@ from keras_distplug.backend.tensorflow.replicas import (
     steps,
 )
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
-from keras_distplug.backend.tensorflow.runtime import private_names
+from keras_distplug.backend.tensorflow.runtime import private_names, progress_bars
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, is_marked, mark
 from keras_distplug.backend.tensorflow.runtime.models import (
     drop_functions,
@@ -215,6 +215,7 @@ def install_dispatch() -> None:
     `fit` and `evaluate` call on the class is wrapped. The wrapper affects only models under a
     strategy, and `resumable` data. `remove_dispatch` restores Keras' method.
     """
+    progress_bars.install()
     trainer = private_names.Trainer
     stock = trainer._maybe_symbolic_build
     if is_marked(stock):
@@ -254,6 +255,7 @@ def before_building(act: Callable[[keras.Model], None]) -> None:
 
 def remove_dispatch() -> None:
     """Undoes `install_dispatch`. Adapted models remain adapted."""
+    progress_bars.remove()
     trainer = private_names.Trainer
     if is_marked(ours := trainer._maybe_symbolic_build):
         _UPSTREAM.patch(trainer, "_maybe_symbolic_build", ours.__wrapped__)

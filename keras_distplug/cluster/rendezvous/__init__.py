@@ -1,7 +1,7 @@
 """Workers meet before TensorFlow connects them.
 
 TensorFlow waits up to an hour for missing workers, without naming them, and ignores SIGTERM and
-ctrl-C meanwhile. So every worker first connects to the chief, at the address and port where
+Ctrl-C meanwhile. So every worker first connects to the chief, at the address and port where
 TensorFlow will listen afterwards. The chief waits until all have connected, checks that they agree
 on the cluster and run the same versions, and that their addresses lead to them. A worker that fails
 before that reports why, and all others end with its error.
@@ -44,8 +44,8 @@ def meet(role: Role, versions: Mapping[str, str]) -> None:
     """Waits until all workers of a cluster have started. The chief must call it, too.
 
     Args:
-        role: Of this process, which trains together with others.
-        versions: Of the packages that must be the same on all workers, by their names.
+        role: The role of this process, which trains together with others.
+        versions: The versions of the packages that must agree on all workers, by name.
 
     Raises:
         ClusterError: If the port is in use, the workers differ in cluster or versions, or an
@@ -61,7 +61,7 @@ def meet(role: Role, versions: Mapping[str, str]) -> None:
         report_failure(role, str(error))
         raise
     finally:
-        _met.append(hello)  # from here on, the chief's answer reaches all
+        _met.append(hello)  # from now on, the chief's answer reaches all workers
     with listener, contextlib.suppress(TensorFlowWaits):
         if role.is_chief:
             Chief(role, hello, listener, waiting).gather()
@@ -79,8 +79,8 @@ def report_failure(role: Role, error: str) -> None:
     workers that have not started yet.
 
     Args:
-        role: Of this process, which will not join.
-        error: For people, one line.
+        role: The role of this process, which will not join.
+        error: The error, in one line.
     """
     hello = Hello.of(role, {}, error)
     end_s = time.monotonic() + farewell_secs(role)
@@ -109,10 +109,10 @@ def await_servers(role: Role) -> None:
     """Waits until all workers and parameter servers of a chief listen.
 
     Args:
-        role: Of the chief of a cluster with parameter servers.
+        role: The role of the chief of a cluster with parameter servers.
 
     Raises:
-        PeerLostError: If one is not there in time (KERAS_DISTPLUG_JOIN_TIMEOUT).
+        PeerLostError: If one does not start in time (KERAS_DISTPLUG_JOIN_TIMEOUT).
     """
     waiting = Waiting(role, limit_secs())
     for task in ("ps", "worker"):

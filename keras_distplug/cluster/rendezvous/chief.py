@@ -33,14 +33,14 @@ from keras_distplug.cluster.rendezvous.waiting import Waiting, farewell_secs
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError, PeerLostError
 
-_PATIENCE_SECS = 25.0  # an address may soon be right, an old process about to exit
+_PATIENCE_SECS = 25.0  # an address may soon be correct, or an old process exit
 _OWN_EVERY_SECS = 5.0  # how often the chief checks its own address
 _OF_GRPC = b"PRI * HTTP/2"  # a client's first bytes
 _CONNECTORS = 32
 
 
 class Chief:
-    """Gathers the others."""
+    """Gathers the other workers."""
 
     def __init__(self, role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) -> None:
         self._role = role
@@ -78,7 +78,7 @@ class Chief:
         if missing:
             here = self._role.world_size - len(missing)
             names = [name_of(self._role, rank) for rank in missing]
-            self._waiting.on(_listed(names), f"{here} of {self._role.world_size} are here")
+            self._waiting.on(_listed(names), f"{here} of {self._role.world_size} have started")
         return not self._has_rivals(ranks, now) and not missing
 
     def _has_rivals(self, ranks: list[int], now: float) -> bool:
@@ -92,7 +92,7 @@ class Chief:
                     "Expected every process to have its own index. Check 'task' in TF_CONFIG, and "
                     "whether a process of an earlier start is still running."
                 )
-            self._waiting.on(name_of(self._role, rank), "two processes say that they are it")
+            self._waiting.on(name_of(self._role, rank), "two processes claim this index")
             return True
         return False
 
@@ -129,7 +129,7 @@ class Chief:
             connection.settimeout(CONNECT_SECS)
             self._buffers[connection] = b""
             self._selector.register(connection, selectors.EVENT_READ)
-            # Lets a process that checks an address see whose it is.
+            # Shows a process that checks an address which worker answers.
             send(connection, asdict(self._hello) if not self._hello.error else {})
             connection.setblocking(False)
 
@@ -234,7 +234,7 @@ class Chief:
             is_final = reason != UNRESOLVED
             if is_final and now - self._unreached_since[connection] > _PATIENCE_SECS:
                 raise PeerLostError(
-                    f"{hello.name} is there ({hello.where}), but its address does not lead from "
+                    f"{hello.name} has started ({hello.where}), but its address does not lead from "
                     f"the chief to it: {reason}. Expected an address at which the other workers "
                     "reach it. Correct its address in the cluster of every task, or open the port "
                     "in the firewall."
@@ -319,7 +319,7 @@ def _require_same_versions(chiefs: Hello, other: Hello) -> None:
 
 
 def _without(cluster: Mapping[str, list[str]], *hellos: Hello) -> list[str]:
-    """The addresses of all others, in the order of ranks."""
+    """Returns the addresses of all other workers, by rank."""
     addresses = [*cluster.get("chief", ()), *cluster.get("worker", ())]
     own = {hello.rank for hello in hellos}
     return ["" if rank in own else address for rank, address in enumerate(addresses)]

@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hello:
-    """How a process introduces itself.
+    """The introduction of a process.
 
     Args:
-        rank: Its place among the workers.
-        name: For people, with its address.
-        where: Host and process, for people.
-        token: Different for every process.
+        rank: Its rank among the workers.
+        name: Its name and address, for people.
+        where: Its host and process, for people.
+        token: A text that differs for every process.
         cluster: The addresses it was given, by task type.
-        versions: Of the packages that must agree.
-        error: Why it failed; empty while it waits.
+        versions: The versions of the packages that must agree.
+        error: Why it failed. Defaults to `""`: it waits.
     """
 
     rank: int
@@ -70,11 +70,11 @@ class TensorFlowWaits(Exception):
 
 
 class Stranger(Exception):
-    """Another program answers, or does not.
+    """Another program is at the address, whether it answers or not.
 
     Args:
-        what: For people.
-        since: By the monotonic clock; None for now.
+        what: What was found, for people.
+        since: The time by the monotonic clock. Defaults to `None`: now.
     """
 
     def __init__(self, what: str, since: float | None = None) -> None:
@@ -97,7 +97,7 @@ def connect(address: str) -> socket.socket:
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECS)
     except UnicodeError:
-        raise socket.gaierror(f"{host} is no host name") from None
+        raise socket.gaierror(f"{host} is not a host name") from None
     keep_alive(connection)
     return connection
 
@@ -173,7 +173,7 @@ def hello_in(line: bytes) -> Hello | None:
 def as_hello(message: Mapping[str, Any]) -> Hello | None:
     try:
         hello = Hello(**message)
-    except TypeError:  # that of another version, or no hello
+    except TypeError:  # from another version, or not a hello
         return None
     texts = (hello.name, hello.where, hello.token, hello.error)
     maps = (hello.cluster, hello.versions)

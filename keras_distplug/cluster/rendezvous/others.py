@@ -64,10 +64,10 @@ def _is_started(role: Role, hello: Hello, waiting: Waiting) -> bool:
         send(connection, asdict(hello))
         for message in receive(connection):
             if message is None and is_greeted:
-                waiting.on("the others", f"{name_of(role, 0)} is here")
+                waiting.on("the others", f"{name_of(role, 0)} has started")
             elif message is None:
                 if time.monotonic() - since > _STRANGER_SECS:
-                    raise Stranger("whoever listens there does not answer", since)
+                    raise Stranger("the program that listens there does not answer", since)
             elif "start" in message:
                 return True
             elif "failed" in message:

@@ -1,4 +1,4 @@
-"""How long a worker waits, and what it reports meanwhile."""
+"""Limits how long a worker waits, and reports on what it waits for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Waiting:
     _next: float = field(default_factory=lambda: _FIRST_LINE_SECS)
 
     def on(self, whom: str, why: str) -> None:
-        """Reports, if it is time to. Call it repeatedly.
+        """Reports once a minute. Call it repeatedly.
 
         Raises:
             PeerLostError: Once the limit is over.

@@ -1,6 +1,6 @@
-"""Which part this process plays in the cluster, read from the environment alone.
+"""Reads the role of this process in the cluster from the environment.
 
-Pure functions, standard library only: the supervisor and every worker ask this before TensorFlow
+Pure functions, standard library only: the supervisor and every worker call them before TensorFlow
 is loaded.
 """
 
@@ -15,7 +15,7 @@ from keras_distplug.core.supervised import JOB
 
 __all__ = ["VARIABLES", "Role", "from_environment", "require_not_numbered", "single_process"]
 
-# What to unset for a process that is to be alone, by `Role.source`.
+# Variables to unset for a single process, by `Role.source`.
 VARIABLES = {
     "TF_CONFIG": "TF_CONFIG",
     "Slurm": "SLURM_STEP_ID",
@@ -28,16 +28,16 @@ VARIABLES = {
 def from_environment(environ: Mapping[str, str]) -> Role:
     """Reads the role of this process.
 
-    `TF_CONFIG` wins when it is set; empty or `{}`, it says "single process". Otherwise the tasks of
-    a Slurm step that `srun` started are the workers, or the replicas of Vertex AI's `CLUSTER_SPEC`,
-    or the hosts of SageMaker's `SM_HOSTS`, or the pods of an indexed Job of Kubernetes whose
-    manifest has KERAS_DISTPLUG_ADDRESS. Otherwise the process is alone.
+    `TF_CONFIG` has precedence; empty or `{}` means a single process. Otherwise, the workers are the
+    tasks of a Slurm step that `srun` started, the replicas in Vertex AI's `CLUSTER_SPEC`, the hosts
+    in SageMaker's `SM_HOSTS`, or the pods of an indexed Kubernetes Job whose manifest sets
+    KERAS_DISTPLUG_ADDRESS. Otherwise, this is a single process.
 
     Args:
         environ: Usually `os.environ`.
 
     Raises:
-        ClusterError: The variables describe no valid cluster.
+        ClusterError: If the variables describe no valid cluster.
     """
     if (tf_config := environ.get("TF_CONFIG")) is not None:
         return from_tf_config(tf_config)
@@ -53,8 +53,8 @@ def from_environment(environ: Mapping[str, str]) -> Role:
 
 
 def require_not_numbered(environ: Mapping[str, str]) -> None:
-    """Checks that a process which seems to be alone is not one of several that `torchrun` or
-    `mpirun` has started.
+    """Checks that what looks like a single process is not one of several that `torchrun` or
+    `mpirun` started.
 
     Args:
         environ: Usually `os.environ`.
@@ -62,6 +62,6 @@ def require_not_numbered(environ: Mapping[str, str]) -> None:
     Raises:
         ClusterError: If it is.
     """
-    is_told = environ.get("TF_CONFIG") is not None or JOB in environ  # by a supervisor
-    if not is_told and not from_environment(environ).cluster:
+    is_explicit = environ.get("TF_CONFIG") is not None or JOB in environ  # a supervisor's
+    if not is_explicit and not from_environment(environ).cluster:
         launchers.require_none(environ)

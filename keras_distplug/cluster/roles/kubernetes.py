@@ -1,7 +1,7 @@
 """The role of a pod of an indexed Job, such as those of a JobSet or a TrainJob.
 
-Kubernetes numbers the pods, and a JobSet gives each of them a host name with that number. The job's
-manifest says how many there are, and how their addresses are made.
+Kubernetes numbers the pods, and a JobSet gives every pod a host name with that number. The manifest
+of the Job sets their number, and the pattern of their addresses.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MOST = 65_536
 
 
 def is_pod(environ: Mapping[str, str]) -> bool:
-    """Whether the manifest says how the workers find each other."""
+    """True if the manifest sets the pattern of the workers' addresses."""
     return ADDRESS in environ
 
 
 def from_pod(environ: Mapping[str, str]) -> Role:
-    """All pods of the Job are workers, by their numbers."""
+    """Returns the role of a pod. All pods of the Job are workers, by their numbers."""
     name = _WORKERS if _WORKERS in environ else _WORKERS_OF_TRAINER
     workers, index = _number(environ, name, 1), _number(environ, _INDEX, 0)
     if workers == 1:

@@ -1,4 +1,4 @@
-"""A process's place among the others, as a value."""
+"""The role of a process in its cluster, as a value."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PLAIN = re.compile(r"[\w.:\[\]-]{1,80}")
 
 @dataclass(frozen=True)
 class Role:
-    """What this process is among the others.
+    """The role of this process in its cluster.
 
     Args:
         task_type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
-        index: The place among the tasks of this type.
-        cluster: For each task type its addresses, `"host:port"`. Empty for a single process.
-        source: Where this was read: `"TF_CONFIG"`, `"Slurm"`, `"Vertex AI"`, `"SageMaker"`,
+        index: The index among the tasks of this type.
+        cluster: The addresses, `"host:port"`, by task type. Empty for a single process.
+        source: Where the role was read: `"TF_CONFIG"`, `"Slurm"`, `"Vertex AI"`, `"SageMaker"`,
             `"Kubernetes"` or `"single process"`.
     """
 
@@ -44,30 +44,33 @@ class Role:
 
     @property
     def is_server(self) -> bool:
-        """Whether this process only does what the chief of a cluster with 'ps' tasks schedules."""
+        """True if this process only runs what the chief of a cluster with 'ps' tasks schedules."""
         return "ps" in self.cluster and self.task_type in ("worker", "ps")
 
     @property
     def rank(self) -> int:
-        """The place among the processes that train together; 0 for the chief."""
+        """The rank among the processes that train together; 0 for the chief."""
         return self.index + ("chief" in self.cluster and self.task_type == "worker")
 
     @property
     def name(self) -> str:
-        """For people and file names: `"worker-1"`."""
+        """The name for people and file names, such as `"worker-1"`."""
         return f"{self.task_type}-{self.index}"
 
     @property
     def world_size(self) -> int:
-        """How many processes train together, the chief included; 1 for a single process, and where
-        there are 'ps' tasks: there the chief alone has callbacks, and the others serve it."""
+        """The number of processes that train together, including the chief.
+
+        1 for a single process, and in a cluster with 'ps' tasks: only its chief has callbacks, and
+        the other tasks serve it.
+        """
         if "ps" in self.cluster:
             return 1
         return len(self.cluster.get("chief", ())) + len(self.cluster.get("worker", ())) or 1
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The names of all processes that train together, in the order of their ranks."""
+        """The names of all processes that train together, by rank."""
         if not self.cluster:
             return (self.name,)
         if "ps" in self.cluster:
@@ -76,11 +79,11 @@ class Role:
         return tuple(f"{task}-{index}" for task, count in counts for index in range(count))
 
     def to_tf_config(self) -> str:
-        """The value of `TF_CONFIG` for the tasks that train and serve; `"{}"` for a single
+        """Returns the value of `TF_CONFIG` for the tasks that train and serve; `"{}"` for a single
         process."""
         if not self.cluster:
             return "{}"
-        # TensorFlow would wait for the evaluator, too, which never joins.
+        # TensorFlow would also wait for the evaluator, which never joins.
         cluster = {
             task_type: list(addresses)
             for task_type, addresses in self.cluster.items()
@@ -92,7 +95,7 @@ class Role:
 
 
 def single_process() -> Role:
-    """The role of a process that trains alone."""
+    """Returns the role of a process that trains alone."""
     return Role(task_type="worker", index=0, cluster={}, source="single process")
 
 
@@ -103,7 +106,7 @@ def _check_task(task_type: Any, index: Any, cluster: Mapping[str, tuple[str, ...
         )
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ClusterError(f"The task's index must be an int >= 0. Received: {shown(index)}.")
-    # By TensorFlow's convention the evaluator stands outside the cluster that it watches.
+    # By TensorFlow's convention, the evaluator is outside the cluster that it watches.
     if not cluster or (task_type == "evaluator" and task_type not in cluster):
         return
     if task_type not in cluster:
@@ -122,7 +125,7 @@ def _check_task(task_type: Any, index: Any, cluster: Mapping[str, tuple[str, ...
 
 
 def shown(value: Any) -> str:
-    """A value in an error. A mistyped variable may carry a token or a URL with a password."""
+    """Returns a value for an error. A mistyped variable may contain a token or a password."""
     if isinstance(value, str) and not _PLAIN.fullmatch(value):
         return f"a string of {len(value)} characters that is not shown"
     if isinstance(value, str | int | float | None):

@@ -1,7 +1,7 @@
 """The role of a SageMaker training container without TF_CONFIG.
 
-SageMaker's toolkit sets TF_CONFIG for jobs that ask it to; the hosts it names always. Not verified
-on a machine of Amazon's: this follows its documents.
+SageMaker's toolkit sets TF_CONFIG only for jobs that request it, but always names the hosts. Not
+verified on a machine of Amazon's: this follows its documentation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from keras_distplug.cluster.roles.role import Role, shown, single_process
 from keras_distplug.core.errors import ClusterError
 
-# Each container has its host to itself, so that any port does that all of them know.
+# Every container has its own host, so any port works that all of them know.
 _PORT = 2222
 
 
@@ -21,7 +21,7 @@ def is_container(environ: Mapping[str, str]) -> bool:
 
 
 def from_hosts(environ: Mapping[str, str]) -> Role:
-    """Every host is a worker, in the order in which all of them are told of each other."""
+    """Returns the role of a host. All hosts are workers, in the order of SM_HOSTS."""
     try:
         hosts = json.loads(environ["SM_HOSTS"])
     except json.JSONDecodeError:

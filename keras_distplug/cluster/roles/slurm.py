@@ -15,9 +15,9 @@ from keras_distplug.core.errors import ClusterError
 # 0xfffffffd. No step of srun's reaches them.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-# Slurm jobs without reserved ports meet in 20000..31999: below Linux' ephemeral range (32768),
-# where an outgoing connection may take a port at any time. Each step has a slot of 16 ports, so
-# that neighbouring jobs on a shared node do not collide.
+# Slurm jobs without reserved ports use 20000..31999, below Linux' ephemeral range (32768), where an
+# outgoing connection may take a port at any time. Every step has a slot of 16 ports, so that
+# neighboring jobs on a shared node do not collide.
 _FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 750, 16
 
 _MOST = 65_536  # nodes or tasks: a mistyped range must not fill the memory
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is one of several tasks of a step. Inside `sbatch` or `salloc` alone one process
+    """True for one of several tasks of a step. In `sbatch` or `salloc` without `srun`, one process
     runs, however many tasks the job has."""
     step = environ.get("SLURM_STEP_ID", "")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
@@ -39,7 +39,7 @@ def is_step(environ: Mapping[str, str]) -> bool:
 
 
 def from_step(environ: Mapping[str, str]) -> Role:
-    """The tasks of a step are the workers, in blocks over its nodes."""
+    """Returns the role of a task. All tasks of the step are workers, in blocks over its nodes."""
     nodes = expand_node_list(_variable(environ, "SLURM_STEP_NODELIST"))
     tasks = expand_task_counts(_variable(environ, "SLURM_STEP_TASKS_PER_NODE"))
     rank, total = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
@@ -61,7 +61,7 @@ def from_step(environ: Mapping[str, str]) -> Role:
 
 
 def _check_block_layout(environ: Mapping[str, str], rank: int, place: tuple[int, int]) -> None:
-    # Only blocks let every task work out on which node the others run.
+    # Only with blocks can every task compute the nodes of the others.
     variables = ("SLURM_NODEID", "SLURM_LOCALID")
     for variable, expected in zip(variables, place, strict=True):
         if variable in environ and _number(environ, variable) != expected:
@@ -72,8 +72,8 @@ def _check_block_layout(environ: Mapping[str, str], rank: int, place: tuple[int,
 
 
 def _slurm_ports(environ: Mapping[str, str], count: int) -> list[int]:
-    """A port for each local rank: those that `srun --resv-ports` reserved, or else a range that
-    follows from the job's and the step's number, so that all tasks arrive at the same one.
+    """Returns a port for every local rank: those that `srun --resv-ports` reserved, or else a range
+    computed from the numbers of the job and the step, the same in all tasks.
     """
     reserved = environ.get("SLURM_STEP_RESV_PORTS")
     if reserved:
@@ -135,7 +135,7 @@ def _expand_ranges(text: str, variable: str) -> list[str]:
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if not found or not 0 <= last - first < _MOST:
             raise ClusterError(
-                f"{variable} has a range that cannot be read. Expected such as '01-03,07'. "
+                f"{variable} has a range that cannot be read. Expected a range such as '01-03,07'. "
                 f"Received: {shown(part)}."
             )
         width = len(found[1])
@@ -144,7 +144,7 @@ def _expand_ranges(text: str, variable: str) -> list[str]:
 
 
 def _counted(items: Iterable[T], variable: str) -> list[T]:
-    """`items`, of which there are no more than any cluster has."""
+    """Returns `items` as a list, after a check that their number is possible in a cluster."""
     found = list(itertools.islice(items, _MOST + 1))
     if len(found) > _MOST:
         raise ClusterError(f"{variable} has more than {_MOST} entries.")

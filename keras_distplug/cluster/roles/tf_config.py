@@ -1,4 +1,4 @@
-"""The role that TF_CONFIG describes, and other variables in its form."""
+"""Reads the role from TF_CONFIG, and from other variables in the same form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keras_distplug.core.errors import ClusterError
 
 @dataclass(frozen=True)
 class Form:
-    """How a variable says who is who.
+    """The form in which a variable describes the cluster.
 
     Args:
-        variable: Its name.
-        task_types: TensorFlow's names of tasks by those of the variable.
-        source: What `Role.source` then says.
+        variable: The name of the variable.
+        task_types: TensorFlow's names of task types, by the names in the variable.
+        source: The value of `Role.source`.
     """
 
     variable: str
@@ -30,13 +30,13 @@ TF_CONFIG = Form("TF_CONFIG", {name: name for name in TASK_TYPES}, "TF_CONFIG")
 
 
 def from_tf_config(text: str) -> Role:
-    """Empty or `{}`, it says "single process"."""
+    """Returns the role in the text of TF_CONFIG. Empty or `{}` means a single process."""
     config = parse(text, TF_CONFIG) if text.strip() else {}
     return from_config(config, TF_CONFIG) if config else single_process()
 
 
 def parse(text: str, form: Form) -> dict[str, Any]:
-    """The variable's JSON object."""
+    """Returns the JSON object of the variable."""
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -59,7 +59,7 @@ def parse(text: str, form: Form) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any], form: Form) -> Role:
-    """The role by the members 'cluster' and 'task'; what else there is says nothing about it."""
+    """Returns the role in the members 'cluster' and 'task'. Other members are ignored."""
     cluster = _read_cluster(_member(config, "cluster", form.variable, form), form)
     task = _member(config, "task", form.variable, form)
     where = f"{form.variable}['task']"
@@ -91,7 +91,7 @@ def _read_cluster(found: Any, form: Form) -> dict[str, tuple[str, ...]]:
     if not isinstance(found, dict) or not found:
         received = f"a JSON {json_type(found)}" if not isinstance(found, dict) else "{}"
         raise ClusterError(
-            f"{where} must be an object of task types, each with its addresses. "
+            f"{where} must be an object that maps task types to lists of addresses. "
             f"Received: {received}. Unset {form.variable} to train in a single process."
         )
     for task_type, addresses in found.items():
@@ -104,7 +104,7 @@ def _read_cluster(found: Any, form: Form) -> dict[str, tuple[str, ...]]:
             received = "[]" if addresses == [] else f"a JSON {json_type(addresses)}"
             raise ClusterError(
                 f"{where}[{task_type!r}] must be a list of at least one 'host:port'. "
-                f"Received: {received}. Leave {task_type!r} out if the cluster has none."
+                f"Received: {received}. Omit {task_type!r} if the cluster has none."
             )
     _check_addresses(found, where)
     cluster = {form.task_types[name]: tuple(addresses) for name, addresses in found.items()}
@@ -115,7 +115,7 @@ def _read_cluster(found: Any, form: Form) -> dict[str, tuple[str, ...]]:
         )
     if not {"chief", "worker"} & cluster.keys():
         raise ClusterError(
-            f"{where} has neither a chief nor a worker, so nobody trains. Received task types: "
+            f"{where} has neither a chief nor a worker, so no process trains. Received task types: "
             f"{', '.join(found)}."
         )
     return cluster
@@ -141,7 +141,7 @@ def _check_addresses(cluster: Mapping[str, Sequence[Any]], where: str) -> None:
 
 
 def is_address(address: Any) -> bool:
-    """Whether it is 'host:port' with a valid port."""
+    """True for 'host:port' with a valid port."""
     if not isinstance(address, str):
         return False
     host, _, port = address.rpartition(":")

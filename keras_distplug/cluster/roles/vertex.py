@@ -1,7 +1,7 @@
 """The role of a replica of a Vertex AI custom job without TF_CONFIG.
 
 Vertex AI sets TF_CONFIG as well as CLUSTER_SPEC, which has the same form, but calls tasks by their
-worker pools. Not verified on a machine of Google's: this follows its documents.
+worker pools. Not verified on a machine of Google's: this follows its documentation.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _FORM = Form(
 
 
 def is_replica(environ: Mapping[str, str]) -> bool:
-    """Whether CLUSTER_SPEC is that of Vertex AI: others may use a variable of this name."""
+    """True if CLUSTER_SPEC is from Vertex AI: others may use a variable of this name."""
     return '"workerpool0"' in environ.get("CLUSTER_SPEC", "")
 
 
 def from_cluster_spec(text: str) -> Role:
-    """The primary replica is the chief; a job of no other one is a single process."""
+    """Returns the role of a replica: the primary one is the chief, or a single process."""
     config = parse(text, _FORM)
     pools = config.get("cluster")
     if isinstance(pools, dict):
-        # A pool may be left empty. Evaluators stand outside, as in TF_CONFIG.
+        # A pool may be empty. Evaluators are outside the cluster, as in TF_CONFIG.
         pools = {name: pool for name, pool in pools.items() if pool and name != "workerpool3"}
         config = config | {"cluster": pools}
     role = from_config(config, _FORM)

@@ -10,6 +10,7 @@ left. The code around that collective is private; `_run_next_step` replaces it.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -176,6 +177,16 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
     return on_batch
 
 
+def _counted_alone(step: OnData) -> OnData:
+    """Returns `step`, with its own count of traces.
+
+    TensorFlow counts the traces of a code object, which the functions of all models share. It would
+    warn of retracing once a process trains a few models, each of which is traced once.
+    """
+    counted: OnData = functools.partial(step)
+    return counted
+
+
 def _traced_once(step: OnData) -> OnData:
     """Returns a function of batches whose trace does not depend on the size of the first batch.
 
@@ -183,7 +194,7 @@ def _traced_once(step: OnData) -> OnData:
     meets a second size. The results differ in their last bits, and a resumed training starts with a
     different batch.
     """
-    function = tf.function(step, reduce_retracing=True)
+    function = tf.function(_counted_alone(step), reduce_retracing=True)
     traced: set[Any] = set()
 
     def on_batch(batch: Any) -> Any:
@@ -266,12 +277,13 @@ def _without_samples(dummy: Any) -> Any:
 def _make_worker_sums(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
     """Returns a function of two numbers of this worker that returns their sums over all workers."""
 
-    @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])  # type: ignore[untyped-decorator]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def summed(numbers: tf.Tensor) -> Any:
         return tf.unstack(strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None))
 
-    return lambda *numbers: summed(tf.constant(numbers, tf.float32))
+    signature = [tf.TensorSpec([2], tf.float32)]
+    function = tf.function(_counted_alone(summed), input_signature=signature)
+    return lambda *numbers: function(tf.constant(numbers, tf.float32))
 
 
 def _local_sums(samples: int, there: int) -> tuple[None, int]:
@@ -284,7 +296,6 @@ def _fused_step(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData
     Fetching in a separate call takes one or two milliseconds.
     """
 
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def next_step(iterator: Any) -> Any:
         batch = iterator.get_next()
@@ -293,8 +304,10 @@ def _fused_step(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData
         # 2.21 computes in its memory, which for a generator is the memory of the user's arrays.
         return _compute_if(done, lambda: step((batch, None))), batch, done
 
+    function = tf.function(_counted_alone(next_step), reduce_retracing=True)
+
     def on_next(iterator: Any) -> Any:
-        found, batch, done = next_step(iterator)
+        found, batch, done = function(iterator)
         return found if done else on_batch((batch, None))
 
     return on_next
