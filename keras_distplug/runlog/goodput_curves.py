@@ -15,7 +15,7 @@ from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event, Window
 from keras_distplug.core.ledger import Category
 from keras_distplug.core.log import announce
-from keras_distplug.runlog import goodput_totals, summary
+from keras_distplug.runlog import goodput_totals, incident_groups
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.runlog.goodput_totals import Fit, Span, Timeline
 
@@ -160,7 +160,7 @@ def _in_words(event: Event) -> str | None:
         case events.Finished():
             return f"the end, behind step {event.step}"
         case _:
-            what = summary.told(event)
+            what = incident_groups.in_words(event)
             return None if what is None else f"**{what}**"
 
 

@@ -424,9 +424,9 @@ class _File:
         else:
             if entry is None:
                 return
-            if self.entries and isinstance(entry.event, Beat):
-                if isinstance(self.entries[-1].event, Beat):
-                    self.entries.pop()
+            last = self.entries[-1].event if self.entries else None
+            if isinstance(last, Beat) and isinstance(entry.event, Beat):
+                self.entries.pop()
             self.entries.append(entry)
 
     def take_skipped(self) -> str:

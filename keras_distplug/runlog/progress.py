@@ -11,7 +11,8 @@ from keras_distplug.runlog.goodput_totals import Fit
 
 _RECENT_S = 20.0  # a speed is that of about as long
 _LEAST_PAST = 5  # windows, to compare with
-_TRAINING = ("step", "input", "sync", "other")  # of a window's time
+_IN_STEPS = ("step", "input", "sync")  # of a window's time
+_TRAINING = (*_IN_STEPS, "other")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Progress:
         epochs: Epochs that `fit` was called with.
         speed: Steps per second in the last windows, without checkpoints and validation.
         past_speed: The median over the windows before; None if there are too few.
+        relative_speed: 1 for as fast as before; None if that is not known.
         left_secs: Estimated seconds until the end of the training.
         loss: The last training loss that is known.
         logs: Logs of the last epoch that has ended.
@@ -36,16 +38,10 @@ class Progress:
     epochs: int | None = None
     speed: float | None = None
     past_speed: float | None = None
+    relative_speed: float | None = None
     left_secs: float | None = None
     loss: float | None = None
     logs: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def relative_speed(self) -> float | None:
-        """1 for as fast as before; None if that is not known."""
-        if self.speed is None or not self.past_speed:
-            return None
-        return self.speed / self.past_speed
 
 
 def progress(chiefs: Sequence[Fit]) -> Progress:
@@ -60,7 +56,7 @@ def progress(chiefs: Sequence[Fit]) -> Progress:
     step = step_of(last)
     steps = _all_steps(chiefs)
     windows = [window for fit in chiefs for window in _windows(fit)]
-    speed, past_speed = _speeds(windows)
+    speed, past_speed = _speeds(windows, _TRAINING)
     per_step_s = _wall_secs_per_step(last)
     left = None if steps is None else max(0, steps - step)
     ended = [e.event for e in last.entries if isinstance(e.event, EpochEnded)]
@@ -73,6 +69,7 @@ def progress(chiefs: Sequence[Fit]) -> Progress:
         epochs=last.began.epochs,
         speed=speed,
         past_speed=past_speed,
+        relative_speed=_relative(windows),
         left_secs=None if left is None or per_step_s is None else left * per_step_s,
         loss=losses[-1] if losses else logs.get("loss"),
         logs=tuple((name, value) for name, value in logs.items() if value is not None),
@@ -93,7 +90,7 @@ def step_of(fit: Fit) -> int:
 def usual_step_secs(fit: Fit) -> float | None:
     """Returns the longest time per step of a fit's windows, without the first step; None if there
     is none."""
-    each = [_trained_secs(window) / window.steps for window in _windows(fit)]
+    each = [_secs_of(window, _TRAINING) / window.steps for window in _windows(fit)]
     return max(each, default=None)
 
 
@@ -105,27 +102,44 @@ def _windows(fit: Fit) -> Iterator[Window]:
             yield window
 
 
-def _trained_secs(window: Window) -> float:
-    return sum(window.secs.get(category, 0.0) for category in _TRAINING)
+def _secs_of(window: Window, categories: Sequence[str]) -> float:
+    return sum(window.secs.get(category, 0.0) for category in categories)
 
 
-def _speeds(windows: Sequence[Window]) -> tuple[float | None, float | None]:
+def _speeds(
+    windows: Sequence[Window], categories: Sequence[str]
+) -> tuple[float | None, float | None]:
     """Steps per second of the last windows, and the median of those before."""
     recent_s, recent_steps, count = 0.0, 0, 0
     for window in reversed(windows):
         if recent_s >= _RECENT_S or (count >= 3 and len(windows) - count <= _LEAST_PAST):
             break
-        recent_s, recent_steps = recent_s + _trained_secs(window), recent_steps + window.steps
+        recent_s, recent_steps = (
+            recent_s + _secs_of(window, categories),
+            recent_steps + window.steps,
+        )
         count += 1
     if not recent_s:
         return None, None
     before = [
         window.steps / secs
         for window in windows[: len(windows) - count]
-        if (secs := _trained_secs(window)) > 0
+        if (secs := _secs_of(window, categories)) > 0
     ]
     past = statistics.median(before) if len(before) >= _LEAST_PAST else None
     return recent_steps / recent_s, past
+
+
+def _relative(windows: Sequence[Window]) -> float | None:
+    """The speed compared with its past. Slow callbacks alone, as at the end of an epoch, do not
+    count as slow training, and neither do slow steps that callbacks hide."""
+    found = []
+    for categories in (_IN_STEPS, _TRAINING):
+        speed, past = _speeds(windows, categories)
+        if speed is None or not past:
+            return None
+        found.append(speed / past)
+    return max(found)
 
 
 def _wall_secs_per_step(fit: Fit) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from keras_distplug.core import events
 from keras_distplug.core.events import Entry
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.log_files import Reader
+from keras_distplug.runlog.run_place import delay_secs, place_of
 from keras_distplug.runlog.summary import headline, summary
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
@@ -50,21 +52,23 @@ class _Known:
         at: Since when, in seconds since 1970.
         fits: What its workers have told.
         supervised: What supervisors have.
-        checkpoints: Those that are there; None if that is not known.
+        checkpoints: The existing checkpoints; None if that is not known.
+        looked_at: Since when these are known.
     """
 
     at: float
     fits: Sequence[Fit]
     supervised: Sequence[Entry]
     checkpoints: Mapping[int, Looked] | None
+    looked_at: float
 
     def is_due(self, now: float) -> bool:
-        """Whether what changes without news, as its state and its checkpoints, may have."""
+        """True if the checkpoints may have changed without news in the log."""
         heard = max(
             [fit.ends_at for fit in self.fits] + [each.at for each in self.supervised[-1:]],
             default=self.at,
         )
-        return now - self.at > max(_LOOK_SECS, _LOOK_SHARE * (self.at - heard))
+        return now - self.looked_at > max(_LOOK_SECS, _LOOK_SHARE * (self.looked_at - heard))
 
 
 class Watched:
@@ -83,6 +87,7 @@ class Watched:
         self._notes: deque[str] = deque(maxlen=_MOST_NOTES)  # of what is skipped
         self._reader = Reader(files, path, self._note)
         self._known: _Known | None = None
+        self._until = math.inf  # when the state may change without news
         self._headline: dict[str, Any] | None = None
         self._details: Answer | None = None
         self._updating = threading.Lock()
@@ -113,21 +118,32 @@ class Watched:
             self._details = None
 
     def _made(self, what: Callable[..., dict[str, Any]], known: _Known) -> dict[str, Any]:
-        return what(self.label, known.fits, known.supervised, known.at, known.checkpoints)
+        made = what(
+            self.label,
+            known.fits,
+            known.supervised,
+            known.at,
+            known.checkpoints,
+            place_of(self._files, self._path),
+            delay_secs(self._files),
+        )
+        until = made["status"]["until"]
+        self._until = math.inf if until is None else until
+        return made
 
     def _update(self, now: float) -> _Known:
         fits, supervised = self._reader.read()
         known = self._known
-        # A reader gives what it gave, while nothing is new.
+        # Without news, the reader returns the same objects.
         is_same = known is not None and (known.fits, known.supervised) == (fits, supervised)
-        if known is not None and is_same and not known.is_due(now):
+        is_due = known is None or known.is_due(now)
+        if known is not None and is_same and not is_due and now < self._until:
             return known
-        checkpoints: Mapping[int, Looked] | None
-        if known is None or known.is_due(now) or _saves(fits) != _saves(known.fits):
-            checkpoints = survey.looked_at(self._files, self._path)
+        if known is not None and not is_due and _saves(fits) == _saves(known.fits):
+            checkpoints, looked_at = known.checkpoints, known.looked_at
         else:
-            checkpoints = known.checkpoints
-        self._known = _Known(now, fits, supervised, checkpoints)
+            checkpoints, looked_at = survey.looked_at(self._files, self._path), now
+        self._known = _Known(now, fits, supervised, checkpoints, looked_at)
         self._headline = self._details = None
         return self._known
 
