@@ -211,8 +211,7 @@ def _title(event: Event) -> str:
             return _title_of_update(event)
         case events.SlowReplica():
             slow = {"input": "Slow data", "network": "Slow network"}.get(event.cause, "Straggler")
-            replica = "" if event.replica is None else f"replica {event.replica}, "
-            return f"{slow}: {replica}{event.where}"
+            return f"{slow}: {event.where}"
         case events.SaveFailed():
             return f"{'Local checkpoint' if event.is_local else 'Checkpoint'} failed"
         case events.Failed():

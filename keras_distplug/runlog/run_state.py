@@ -16,7 +16,7 @@ from keras_distplug.runlog.progress import usual_step_secs
 
 SILENT_SECS = 15.0  # three heartbeats
 DEAD_SECS = 60.0
-_LEAST_STALL_SECS = 8.0  # shown one heartbeat later
+_LEAST_STALL_SECS = 7.0  # shown one heartbeat later
 _USUAL_STEPS = 10  # a step that takes this many times the usual time is a stall
 _SECOND_STEP_SECS = 60.0  # it may be traced, too
 _OTHER_SECS = 120.0  # for callbacks between steps

@@ -3,7 +3,6 @@ and `keras-distplug watch` show on their first screen."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
