@@ -42,7 +42,7 @@ def headline(
         place: The place of the run, for command lines.
         delay_secs: As for `verdict`. Defaults to 0.
     """
-    return _headline(name, judged(fits, supervised, now, checkpoints, place, delay_secs))
+    return headline_of(name, judged(fits, supervised, now, checkpoints, place, delay_secs))
 
 
 def summary(
@@ -59,7 +59,7 @@ def summary(
     found = judged(fits, supervised, now, checkpoints, place, delay_secs)
     spans, begin, end = found.spans, found.begin, found.end
     return {
-        **_headline(name, found),
+        **headline_of(name, found),
         "secs": {str(category): value for category, value in goodput_totals.totals(spans).items()},
         "unknown_waits": {
             str(category): value
@@ -134,7 +134,8 @@ def judged(
     return Judged(found, spans, begin, end, attempts, saved, last, newer)
 
 
-def _headline(name: str, found: Judged) -> dict[str, Any]:
+def headline_of(name: str, found: Judged) -> dict[str, Any]:
+    """Returns the headline of a run that was judged already."""
     last, newer = found.last_checkpoint, found.newer_checkpoint
     lately = goodput_totals.goodput_lately(found.spans, found.begin, found.end)
     return {
@@ -158,7 +159,6 @@ def _status(found: Verdict) -> dict[str, Any]:
     return {
         **known,
         "level": found.level,
-        "has_ended": found.has_ended,
         "progress": {**asdict(found.progress), "logs": dict(found.progress.logs)},
         "until": found.until if math.isfinite(found.until) else None,
     }

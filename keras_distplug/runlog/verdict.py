@@ -39,6 +39,7 @@ class Verdict:
         command: A command line that helps, or None.
         progress: Steps, speed and loss.
         groups: What went wrong, newest first.
+        has_ended: Whether training has ended, and no supervisor restarts it.
         until: When all of this may change without news, in seconds since 1970.
     """
 
@@ -55,16 +56,13 @@ class Verdict:
     command: str | None
     progress: Progress
     groups: tuple[Group, ...]
+    has_ended: bool
     until: float
 
     @property
     def level(self) -> str:
         """`"good"`, `"done"`, `"warn"`, `"bad"` or `"none"`."""
         return LEVELS[self.state]
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in ENDED
 
 
 def verdict(
@@ -113,6 +111,8 @@ def verdict(
         command=command,
         progress=made,
         groups=tuple(groups),
+        has_ended=finding.state in ENDED
+        and (finding.state in (State.FINISHED, State.FAILED) or not run.is_supervised),
         until=clock.until,
     )
 

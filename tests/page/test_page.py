@@ -132,7 +132,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     bars = re.findall(r'class="attempt" x="([^"]*)"[^>]*width="([^"]*)"', dom)
     assert bars
     width = float(re.findall(r'<svg width="([\d.]+)"', dom)[0])
-    assert all(0 <= float(x) and 0 < float(of_bar) <= width - float(x) + 0.1 for x, of_bar in bars)
+    assert all(float(x) >= 0 and 0 < float(of_bar) <= width - float(x) + 0.1 for x, of_bar in bars)
 
 
 def test_not_known(tmp_path: Path) -> None:
