@@ -89,6 +89,7 @@ class Run:
         session = None if last is None else last.began.session
         self.group = [fit for fit in fits if fit.began.session == session]  # the last attempt
         self.chief = min(self.group, key=lambda fit: fit.began.rank, default=None)
+        self.suspect: Fit | None = None  # the one worker that holds up the others
         self.hosts = {fit.source: fit.began.host for fit in fits}
         self.heard_at = max((fit.ends_at for fit in self.group), default=None)
         job = self.group[0].entries[0].job if self.group else None
@@ -102,7 +103,7 @@ class Run:
         ]
         self.said = [entry for entry in self._supervised if entry.at > began_at]
         ended = [entry for entry in self._supervised if isinstance(entry.event, events.Ended)]
-        self.is_supervised = bool(self._supervised) and not ended
+        self.is_supervised = (bool(self._supervised) or job is not None) and not ended
 
     def finding(self) -> Finding:
         return self._from_supervisor() or self._from_workers()
@@ -132,13 +133,15 @@ class Run:
         failed = self._last(events.Failed)
         why, where = "", tuple[str, ...]()
         if failed is not None and isinstance(failed.event, events.Failed):
-            why, where = failed.event.what, (self.with_host(failed.event.worker),)
+            why, where = self._why(failed.event), (self.with_host(failed.event.worker),)
         match last.event:
             case events.Failed():
+                if self._clock.is_past(last.at + _STARTING_SECS):
+                    self.is_supervised = False  # the supervisor is gone, too
                 return Finding(State.DEAD, last.at, why, where)
             case events.Again() | events.Started():
-                started_late = self._clock.is_past(last.at + _STARTING_SECS)
-                if started_late:
+                if self._clock.is_past(last.at + _STARTING_SECS):
+                    self.is_supervised = False
                     what = "the supervisor started the workers, and none has started to train since"
                     return Finding(State.DEAD, last.at, what, where)
                 if failed is None and not self.group:
@@ -150,8 +153,20 @@ class Run:
                     State.RESTARTING, last.at if failed is None else failed.at, what, where
                 )
             case events.Ended(exit_code=code, why=text) if code:
-                return Finding(State.FAILED, last.at, text or f"exit code {code}", where)
+                what = "; ".join(filter(None, (why, text))) or f"exit code {code}"
+                return Finding(State.FAILED, last.at, what, where)
         return None
+
+    def _why(self, failed: events.Failed) -> str:
+        """The supervisor's words, and the error of the worker, which the supervisor does not
+        know."""
+        raised = [
+            entry.event.what
+            for fit in self.group
+            for entry in fit.entries
+            if fit.source == failed.worker and isinstance(entry.event, events.Raised)
+        ]
+        return f"{failed.what}: {raised[0]}" if raised else failed.what
 
     def _last(self, kind: type[Event]) -> Entry | None:
         found = [entry for entry in self._supervised if isinstance(entry.event, kind)]
@@ -165,6 +180,7 @@ class Run:
         if (ended := self._end()) is not None:
             return ended
         if self._is_past(self.heard_at + DEAD_SECS):
+            self.is_supervised = False  # or it would have reported this
             return Finding(State.DEAD, self.heard_at, self._silence(), self._all_workers())
         if (stalled := self._hang() or self._stall()) is not None:
             return stalled
@@ -241,15 +257,17 @@ class Run:
         busy = [fit for fit in self.group if _is_elsewhere(fit)]
         silent = [fit for fit in self.group if fit.ends_at < (self.heard_at or 0.0) - SILENT_SECS]
         if silent:
+            self.suspect = silent[0] if len(silent) == 1 else None
             names = tuple(self.with_host(fit.source) for fit in silent)
             return Finding(State.STALLED, since, f"no word from {_list(names)}", names)
         doing = _DOING.get(beat.doing or "", "callbacks")
         names = tuple(self.with_host(fit.source) for fit in busy)
+        self.suspect = (busy or self.group)[0] if len(busy) == 1 or len(self.group) == 1 else None
         if names and len(busy) < len(self.group):
             what = f"{_list(names)} is not in a training step, and the other workers wait for it"
             return Finding(State.STALLED, since, what, names)
         what = f"the processes are alive, and no step has finished ({doing})"
-        return Finding(State.STALLED, since, what, names)
+        return Finding(State.STALLED, since, what, names or self._all_workers())
 
     def _patience(self, beat: Beat) -> float:
         """How long no step may finish."""

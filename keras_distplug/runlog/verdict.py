@@ -231,16 +231,26 @@ def _advice(finding: Finding, groups: Sequence[Group], run: Run) -> tuple[str, s
                 None,
             )
         case State.STALLED if not any(group.kind == "hung" for group in recent[:1]):
-            return "Look at the workers named here: py-spy dump --pid PID shows their stacks.", None
+            return _look_at_process(run)
     current = run.current(recent)
     if finding.state in ENDED or finding.state is State.STALLED:
         if current:
-            return current[0].advice, current[0].command
+            # The cause, rather than what follows from it.
+            causes = [group for group in current if group.kind in ("raised", "hung")]
+            first = (causes or current)[0]
+            return first.advice, first.command
         return "Start the same command again: training resumes.", None
     worth = [group for group in current if group.kind in _WORTH]
     if worth:
         return f"{worth[0].title}: {worth[0].advice}", worth[0].command
     return "Nothing to do.", None
+
+
+def _look_at_process(run: Run) -> tuple[str, str | None]:
+    if run.suspect is None:
+        return "Look at the stacks of the workers: py-spy dump --pid PID.", None
+    began = run.suspect.began
+    return f"Look at the process on {began.host}:", f"py-spy dump --pid {began.pid}"
 
 
 _WORTH = frozenset(

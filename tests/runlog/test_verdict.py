@@ -144,6 +144,10 @@ def test_worker_that_others_wait_for() -> None:
     found = judge([waits, silent], END + 21)
     assert (found.state, found.where) == (State.STALLED, ("worker-1 on node-1",))
     assert found.cause == "no word from worker-1 on node-1"
+    assert (found.advice, found.command) == (
+        "Look at the process on node-1:",
+        "py-spy dump --pid 1",
+    )
 
 
 def test_hang() -> None:
@@ -167,7 +171,8 @@ STARTED = events.Started(("worker-0",), (0,))
         ([said(1, failed()), said(2, events.Again(5.0, (0,)), 0)], 3, State.RESTARTING, "yes"),
         ([said(1, failed()), said(2, events.Again()), said(3, STARTED, 1)], 60, State.RESTARTING,
          "yes"),
-        ([said(1, failed()), said(2, STARTED, 1)], 2000, State.DEAD, "yes"),
+        ([said(1, failed()), said(2, STARTED, 1)], 2000, State.DEAD, "no"),
+        ([said(1, failed())], 2000, State.DEAD, "no"),
         ([said(1, failed()), said(2, events.Ended(1, "too many restarts"))], 9999, State.FAILED,
          "no: the supervisor has given up"),
         ([said(-29.5, events.Training(5.0, "a kill"))], 1, State.TRAINING, "yes"),
@@ -182,6 +187,15 @@ def test_supervisor_knows_more(
     if state in (State.DEAD, State.FAILED, State.RESTARTING):
         assert found.where == ("worker-0 on node-0",)
         assert found.heard_level == "bad"
+
+
+def test_error_of_a_worker() -> None:
+    """The supervisor knows its exit code, and the log what it raised."""
+    raised = events.Raised("ValueError: no room")
+    told = [said(-40, STARTED), said(1, failed(1)), said(2, events.Ended(1, "gave up"))]
+    found = judge([worker(30, (0.5, raised), job="j")], END + 3, told)
+    assert found.cause == "worker-0 was killed by SIGKILL: ValueError: no room; gave up"
+    assert found.advice.startswith("Fix the error")
 
 
 def test_being_started() -> None:
@@ -306,6 +320,14 @@ def test_eight_questions() -> None:
     assert shown.advice == "Wait: the supervisor decides about a restart."
     without = judged(first, supervised, now, {500: Looked("committed", True)}).verdict
     assert without.lost == "at least 500 steps (since checkpoint 500)"
+
+
+def test_supervisor_that_is_gone() -> None:
+    """It would have reported that all workers are silent: nobody restarts them."""
+    found = judge([worker(job="j")], END + 100, [said(-40, STARTED)])
+    assert (found.state, found.has_ended) == (State.DEAD, True)
+    assert found.recovery.startswith("no")
+    assert not judge([worker(job="j")], END + 50, [said(-40, STARTED)]).has_ended
 
 
 def test_unsupervised() -> None:
