@@ -22,6 +22,16 @@ const AXIS = 22;
 const view = {}; // by run: what the reader has chosen, `range` of time and `kind` of the heat map
 
 const gutter = (width) => (width < 600 ? 76 : 190);
+const LETTER = 7.2; // pixels, about
+const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000];
+
+// Time since the start, for a tick: "5 min", "1 h 30".
+function tickTime(secs) {
+  if (secs < 60) return `${Number(secs.toPrecision(3))} s`;
+  if (secs < 3600) return secs % 60 ? `${Math.floor(secs / 60)} min ${String(Math.round(secs % 60)).padStart(2, "0")}` : `${secs / 60} min`;
+  if (secs < 172800) return secs % 3600 ? `${Math.floor(secs / 3600)} h ${String(Math.round((secs % 3600) / 60)).padStart(2, "0")}` : `${secs / 3600} h`;
+  return `${Number((secs / 86400).toPrecision(3))} d`;
+}
 
 class TimeChart {
   // `draw(chart)` fills `chart.svg`; `read(at)` gives lines of text for the tooltip.
@@ -78,17 +88,20 @@ class TimeChart {
 
   axis() {
     const [from, to] = this.range;
-    const ticks = Math.max(Math.min(Math.floor((this.width - this.left) / 150), 8), 2);
+    const ticks = Math.max(Math.min(Math.floor((this.width - this.left) / 110), 10), 2);
+    const step = STEPS.find((each) => (to - from) / each <= ticks) || (to - from) / ticks;
     this.svg.append(drawn("line", { class: "rule", x1: this.left, x2: this.width, y1: this.height + 0.5, y2: this.height + 0.5 }));
-    for (let tick = 0; tick <= ticks; tick += 1) {
-      const at = from + ((to - from) * tick) / ticks;
-      const anchor = tick === 0 ? "start" : tick === ticks ? "end" : "middle";
-      this.svg.append(drawn("text", { x: this.x(at), y: this.height + 16, "text-anchor": anchor }, tick ? duration(at - this.run.begin) : clockTime(at).slice(from === this.run.begin ? 5 : 11, 16)));
+    const begin = this.run.begin;
+    for (let tick = Math.ceil((from - begin) / step) * step; tick <= to - begin; tick += step) {
+      const x = this.x(begin + tick);
+      const anchor = x < this.left + 25 ? "start" : x > this.width - 25 ? "end" : "middle";
+      this.svg.append(drawn("line", { class: "rule", x1: x, x2: x, y1: this.height, y2: this.height + 4 }));
+      this.svg.append(drawn("text", { x, y: this.height + 17, "text-anchor": anchor }, tick ? tickTime(tick) : `${clockTime(begin).slice(11, 16)} UTC`));
     }
   }
 
   name(y, text) {
-    const letters = Math.floor(this.left / 6.9) - 1;
+    const letters = Math.floor(this.left / LETTER) - 1;
     const short = text.length > letters ? `${text.slice(0, letters - 1)}\u2026` : text;
     this.svg.append(drawn("text", { x: 0, y }, short, drawn("title", {}, text)));
   }
@@ -316,7 +329,7 @@ function attempts(run) {
     chart.name(row * at + 16, `attempt ${each.number}`);
     // Beside the bar, where there is more room.
     const isRight = chart.width - end < x - chart.left;
-    const room = Math.floor((isRight ? x - chart.left : chart.width - end) / 6.9) - 1;
+    const room = Math.floor((isRight ? x - chart.left : chart.width - end) / LETTER) - 1;
     const what = `${outcome(each, first + at) === "bad" ? "\u2716 " : ""}${text(each, at)}`;
     if (room > 8) chart.svg.append(drawn("text", { x: isRight ? x - 6 : end + 6, y: row * at + 16, "text-anchor": isRight ? "end" : "start" }, what.length > room ? `${what.slice(0, room - 1)}\u2026` : what));
   });
@@ -355,7 +368,8 @@ function heat(run) {
   const cells = () => run.heat.milliseconds[chosen()];
   const most = () => {
     const values = cells().flat().filter((each) => each !== null).sort((a, b) => a - b);
-    return values[Math.floor(0.98 * (values.length - 1))] || 1; // one slow first step says nothing
+    const at = (share) => values[Math.floor(share * (values.length - 1))];
+    return Math.max(at(0.98), 2 * at(0.5)) || 1; // one slow first step says nothing, and small differences neither
   };
   const name = ({ replica, where }) => (replica === null ? where : `${replica}: ${where}`);
   const draw = (chart) => {
@@ -370,7 +384,9 @@ function heat(run) {
     pen.scale(ratio, ratio);
     const largest = most();
     cells().forEach((each, at) => {
-      chart.name(row * (at + 0.5) + 4, name(run.heat.rows[at]));
+      const whole = name(run.heat.rows[at]);
+      const isLong = whole.length > chart.left / LETTER - 1;
+      chart.name(row * (at + 0.5) + 4, isLong ? whole.split(" on ")[0] : whole);
       each.forEach((value, bin) => {
         if (value === null) return;
         const [left, right] = [bin, bin + 1].map((edge) => chart.x(run.begin + run.heat.width * edge) - chart.left);
@@ -394,7 +410,7 @@ function heat(run) {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.kind === kind));
     const scale = drawn("svg", { viewBox: "0 0 100 12", class: "scale", preserveAspectRatio: "none", "aria-hidden": "true" });
     for (let at = 0; at < 50; at += 1) scale.append(drawn("rect", { x: 2 * at, width: 2.2, height: 12, fill: heatColor(at / 49) }));
-    key.replaceChildren("dark: 0 ms ", scale, ` bright: ${significant(most(), 3)} ms or more (98th percentile)`);
+    key.replaceChildren("dark: 0 ms ", scale, ` bright: ${significant(most(), 3)} ms or more`);
     if (chart.holder.isConnected) chart.draw();
   };
   for (const button of buttons) button.addEventListener("click", () => show(button.dataset.kind));

@@ -74,7 +74,7 @@ function answers(run) {
       : [`step ${count(newest.step)} is committed, not verified`];
   const next = [status.advice, ...(status.command ? [" ", command(status.command)] : [])];
   const rows = [
-    ["cause", [status.cause || "not known"]], ["worker", [status.where.join(", ") || "none in particular"]],
+    ["worker", [status.where.join(", ") || "none in particular"]],
     ["since", since], ["lost", [status.lost]], ["checkpoint safe", safe],
     ["recovers on its own", [status.recovery]], ["slow", [status.slow]], ["next", next],
   ];
