@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from keras_distplug.core import events
-from keras_distplug.core.events import SUPERVISOR, Entry, Event, Window
+from keras_distplug.core.events import SUPERVISOR, Entry, Event
 from keras_distplug.runlog.goodput_totals import Fit
 
 
@@ -87,10 +87,10 @@ def incidents(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[Incident
     every = [
         (Incident(entry.at, entry.event, entry.source, what), where)
         for entry, where in (
-            *((entry, (fit.began.session,)) for fit in fits for entry in fit.entries),
+            *((entry, (fit.began.session,)) for fit in fits for entry in fit.notable),
             *((entry, (entry.job, entry.attempt)) for entry in supervised),
         )
-        if not isinstance(entry.event, Window) and (what := in_words(entry.event)) is not None
+        if (what := in_words(entry.event)) is not None
     ]
     found: list[Incident] = []
     known: set[tuple[object, ...]] = set()

@@ -163,7 +163,7 @@ class Run:
         raised = [
             entry.event.what
             for fit in self.group
-            for entry in fit.entries
+            for entry in fit.notable
             if fit.source == failed.worker and isinstance(entry.event, events.Raised)
         ]
         return f"{failed.what}: {raised[0]}" if raised else failed.what
@@ -199,7 +199,7 @@ class Run:
         ends: list[tuple[Entry, Fit]] = [
             (entry, fit)
             for fit in self.group
-            for entry in fit.entries
+            for entry in fit.notable
             if isinstance(
                 entry.event, events.Finished | events.Preempted | events.PeerLost | events.Raised
             )
@@ -230,7 +230,7 @@ class Run:
         found = [
             (entry, fit)
             for fit in self.group
-            for entry in fit.entries
+            for entry in fit.notable
             if isinstance(entry.event, events.Hung)
         ]
         if not found or self.chief is None:

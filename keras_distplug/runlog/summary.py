@@ -56,7 +56,11 @@ def summary(
 ) -> dict[str, Any]:
     """Returns everything that a page shows of a run: its `headline`, which has the same arguments,
     and more."""
-    found = judged(fits, supervised, now, checkpoints, place, delay_secs)
+    return summary_of(name, fits, judged(fits, supervised, now, checkpoints, place, delay_secs))
+
+
+def summary_of(name: str, fits: Sequence[Fit], found: Judged) -> dict[str, Any]:
+    """Returns the summary of a run that was judged already."""
     spans, begin, end = found.spans, found.begin, found.end
     return {
         **headline_of(name, found),

@@ -15,7 +15,7 @@ from keras_distplug.runlog.incident_groups import Group, Place, grouped, inciden
 from keras_distplug.runlog.progress import Progress, progress, step_of
 from keras_distplug.runlog.run_state import ENDED, LEVELS, Clock, Finding, Run, State
 
-_SLOW = 0.75  # of the usual speed
+_SLOW = 0.67  # of the usual speed
 _WAITS = 0.2  # a share of time that is worth mentioning
 _LATELY_SECS = 300.0
 
@@ -226,8 +226,8 @@ def _advice(finding: Finding, groups: Sequence[Group], run: Run) -> tuple[str, s
             return "Wait: the supervisor decides about a restart.", None
         case State.DEAD | State.SILENT if not _ended(recent, run):
             return (
-                "Check that the process and its machine are alive; if not, start the same command "
-                "again.",
+                "Check that the process and its machine are alive, and that the storage of the "
+                "log is not full; if the process is gone, start the same command again.",
                 None,
             )
         case State.STALLED if not any(group.kind == "hung" for group in recent[:1]):

@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from keras_distplug.core.events import Entry
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.log_files import Reader
 from keras_distplug.runlog.run_place import delay_secs, place_of
-from keras_distplug.runlog.summary import headline, summary
+from keras_distplug.runlog.summary import Judged, headline_of, judged, summary_of
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.survey import Looked
@@ -87,7 +87,7 @@ class Watched:
         self._notes: deque[str] = deque(maxlen=_MOST_NOTES)  # of what is skipped
         self._reader = Reader(files, path, self._note)
         self._known: _Known | None = None
-        self._until = math.inf  # when the state may change without news
+        self._judged: Judged | None = None
         self._headline: dict[str, Any] | None = None
         self._details: Answer | None = None
         self._updating = threading.Lock()
@@ -97,8 +97,8 @@ class Watched:
         with self._updating:
             known = self._update(now)
             if self._headline is None:
-                self._headline = self._made(headline, known)
-                answer(self._headline)  # nothing that JSON has not comes among the other runs
+                self._headline = headline_of(self.label, self._judge(known))
+                answer(self._headline)  # what JSON cannot express stays out of the other runs
             return self._headline
 
     def details(self, now: float) -> Answer:
@@ -107,7 +107,8 @@ class Watched:
             known = self._update(now)
             if self._details is None:
                 notes = list(self._notes)
-                self._details = answer({**self._made(summary, known), "notes": notes})
+                shown = summary_of(self.label, known.fits, self._judge(known))
+                self._details = answer({**shown, "notes": notes})
             return self._details
 
     # How
@@ -117,19 +118,17 @@ class Watched:
             self._notes.append(note)
             self._details = None
 
-    def _made(self, what: Callable[..., dict[str, Any]], known: _Known) -> dict[str, Any]:
-        made = what(
-            self.label,
-            known.fits,
-            known.supervised,
-            known.at,
-            known.checkpoints,
-            place_of(self._files, self._path),
-            delay_secs(self._files),
-        )
-        until = made["status"]["until"]
-        self._until = math.inf if until is None else until
-        return made
+    def _judge(self, known: _Known) -> Judged:
+        if self._judged is None:
+            self._judged = judged(
+                known.fits,
+                known.supervised,
+                known.at,
+                known.checkpoints,
+                place_of(self._files, self._path),
+                delay_secs(self._files),
+            )
+        return self._judged
 
     def _update(self, now: float) -> _Known:
         fits, supervised = self._reader.read()
@@ -137,14 +136,15 @@ class Watched:
         # Without news, the reader returns the same objects.
         is_same = known is not None and (known.fits, known.supervised) == (fits, supervised)
         is_due = known is None or known.is_due(now)
-        if known is not None and is_same and not is_due and now < self._until:
+        until = math.inf if self._judged is None else self._judged.verdict.until
+        if known is not None and is_same and not is_due and now < until:
             return known
         if known is not None and not is_due and _saves(fits) == _saves(known.fits):
             checkpoints, looked_at = known.checkpoints, known.looked_at
         else:
             checkpoints, looked_at = survey.looked_at(self._files, self._path), now
         self._known = _Known(now, fits, supervised, checkpoints, looked_at)
-        self._headline = self._details = None
+        self._judged = self._headline = self._details = None
         return self._known
 
 

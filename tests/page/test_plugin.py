@@ -145,8 +145,7 @@ def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.M
     def fail(*given: Any) -> Any:
         raise AssertionError("made anew")
 
-    for name in ("headline", "summary"):
-        monkeypatch.setattr(watched, name, fail)
+    monkeypatch.setattr(watched, "judged", fail)
     monkeypatch.setattr(watched.survey, "looked_at", fail)
     assert (shown(asked), details(asked, "run-0001")) == before
     now = time.time()
