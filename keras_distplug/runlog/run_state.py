@@ -14,7 +14,8 @@ from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.incident_groups import Group, in_words
 from keras_distplug.runlog.progress import usual_step_secs
 
-SILENT_SECS = 15.0  # three heartbeats
+SILENT_SECS = 12.0  # two heartbeats, and some: the state is shown within 15 s
+HEARD_SECS = 15.0
 DEAD_SECS = 60.0
 _LEAST_STALL_SECS = 7.0  # shown one heartbeat later
 _USUAL_STEPS = 10  # a step that takes this many times the usual time is a stall
@@ -113,7 +114,7 @@ class Run:
             return "bad" if state in (State.DEAD, State.FAILED) else "none"
         if state is State.RESTARTING or self._is_past(self.heard_at + DEAD_SECS):
             return "bad"
-        return "warn" if self._is_past(self.heard_at + SILENT_SECS) else "good"
+        return "warn" if self._is_past(self.heard_at + HEARD_SECS) else "good"
 
     def current(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the groups of incidents that have occurred in the last attempt."""

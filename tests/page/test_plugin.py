@@ -335,7 +335,7 @@ def test_state_changes_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     entries = fits[0].entries
     open_files(tmp_path).create("run-0001/log/0.jsonl", list(map(to_line, entries)))
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
-    for after, state in ((1.0, "training"), (14.0, "training"), (16.0, "silent"), (61.0, "dead")):
+    for after, state in ((1.0, "training"), (11.0, "training"), (13.0, "silent"), (61.0, "dead")):
         now = entries[-1].at + after
         monkeypatch.setattr(plugin_module, "time", SimpleNamespace(time=lambda now=now: now))
         [run] = shown(asked)

@@ -81,7 +81,8 @@ END = BEGIN + 30
 @pytest.mark.parametrize(
     ("after", "state", "heard"),
     [
-        (14.0, State.TRAINING, "good"),
+        (11.5, State.TRAINING, "good"),
+        (12.5, State.SILENT, "good"),
         (15.5, State.SILENT, "warn"),
         (59.0, State.SILENT, "warn"),
         (61.0, State.DEAD, "bad"),
@@ -98,7 +99,7 @@ def test_silence(after: float, state: State, heard: str) -> None:
 
 def test_changes_without_news() -> None:
     """The page asks again when the state may have changed, and not before."""
-    for after, until in ((1.0, 15.0), (20.0, 60.0)):
+    for after, until in ((1.0, 12.0), (13.0, 15.0), (20.0, 60.0)):
         assert judge([worker()], END + after).until == END + until
     assert judge([worker()], END + 100).until == float("inf")
 
