@@ -33,6 +33,7 @@ def add(subcommands: Subcommands) -> None:
     _add_replay(subcommands)
     _add_goodput(subcommands)
     _add_report(subcommands)
+    _add_watch(subcommands)
     _add_completion(subcommands)
 
 
@@ -202,21 +203,63 @@ def _add_report(subcommands: Subcommands) -> None:
         subcommands,
         "report",
         "write a page that shows what happened to runs",
-        "Writes one HTML file that needs no network: goodput and where the time went, attempts and "
-        "what ended them, the times of every replica, stragglers, checkpoints and incidents. Reads "
-        "the log that the callback RunLog writes. Does not load TensorFlow.",
-        ("keras-distplug report runs/mnist -o report.html",),
+        "Writes one HTML file that needs no network: the state of every run, incidents and what to "
+        "do about them, goodput and where the time went, attempts, the times of every replica, "
+        "stragglers and checkpoints. Reads the log that the callback RunLog writes. Does not load "
+        "TensorFlow.",
+        ("keras-distplug report runs/mnist", "keras-distplug report runs/mnist -o -"),
         _LOG_CODES,
     )
     parser.add_argument(
         "-o",
         dest="out",
         metavar="OUT",
-        default="report.html",
-        help="file to write (default: %(default)s)",
+        help="file to write, or - for standard output (default: named after DIRECTORY: mnist.html)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_run(parser, "all")
+
+
+def _add_watch(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "watch",
+        "show the state of a run in the terminal until it has ended",
+        "Shows whether the newest run is alive and healthy, its progress, its incidents and what "
+        "to do about them, and refreshes that until the run has ended. If the output is not a "
+        "terminal, prints every change of the state. Does not load TensorFlow.",
+        ("keras-distplug watch runs/mnist --until finished --timeout 86400",),
+        "0 finished, or the state of --until was reached; otherwise the last state: 10 starting or "
+        "training, 11 slow, 12 silent or stalled, 13 restarting, 14 dead or failed, 15 stopped by "
+        "a preemption or ctrl-C. 1 failed; 2 wrong usage; 3 there is no log.",
+    )
+    parser.add_argument(
+        "--until",
+        metavar="STATE",
+        choices=(
+            *("ended", "trouble", "starting", "training", "slow", "silent", "stalled"),
+            *("restarting", "dead", "failed", "stopped", "finished"),
+        ),
+        help="exit with 0 once the run is in this state: finished, training, stalled, dead, ..., "
+        "or ended (any end), or trouble (any state but starting, training and finished)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECS",
+        help="exit after this time; also wait for the first log (default: wait without limit, and "
+        "exit with 3 if there is no log)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="SECS",
+        help="time between refreshes; at least 5 in a remote store (default: %(default)g)",
+    )
+    parser.add_argument("--once", action="store_true", help="show the state once, and exit")
+    _add_run(parser, "the newest")
+    parser.add_argument("--json", action="store_true", help="print one JSON document at the end")
 
 
 def _add_completion(subcommands: Subcommands) -> None:

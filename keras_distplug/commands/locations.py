@@ -90,7 +90,7 @@ def of(parsed: argparse.Namespace, *, needs_run: bool = True) -> Location:
         run, checkpoint = run or in_option[0], in_option[1]
     if None not in (run, found.run) and run != found.run:
         raise _contradiction("run", found.run, "--run", run)
-    place = layout.place_of(str(found.checkpoint))
+    place = layout.parse_place(str(found.checkpoint))
     if None not in (checkpoint, found.checkpoint) and checkpoint not in (
         found.checkpoint,
         place and place.step,
@@ -117,7 +117,7 @@ def _parts_of_name(text: str) -> tuple[str | None, str]:
     """Returns the run and the checkpoint in `run-0001/step-00000004` or a longer path."""
     parts = text.rstrip("/").split("/")
     runs = [part for part in parts if layout.is_run(part)]
-    names = [part for part in parts if layout.place_of(part)]
+    names = [part for part in parts if layout.parse_place(part)]
     return (runs[-1] if runs else None), (names[-1] if names else text)
 
 
@@ -140,11 +140,11 @@ def find(text: str, storage_options: Mapping[str, Any] | None = None) -> Locatio
         at, tail = runs[-1], parts[runs[-1] + 1 :]
         if not tail and not layout.runs(path.open(at + 1)):
             return Location(path.open(at), parts[at])
-        if tail and (layout.place_of(tail[0]) or _IN_RUN.fullmatch(tail[0])):
-            checkpoint = tail[0] if layout.place_of(tail[0]) else None
+        if tail and (layout.parse_place(tail[0]) or _IN_RUN.fullmatch(tail[0])):
+            checkpoint = tail[0] if layout.parse_place(tail[0]) else None
             return Location(path.open(at), parts[at], checkpoint)
     for at in range(len(parts) - 1, max(1, len(parts) - 4), -1):
-        if layout.place_of(parts[at]):
+        if layout.parse_place(parts[at]):
             is_directory = at == len(parts) - 1 and layout.runs(path.open(at + 1))
             if not is_directory:
                 return Location(path.open(at - 1), parts[at - 1], parts[at], is_copy=True)

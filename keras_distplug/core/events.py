@@ -73,6 +73,7 @@ class Began(Event):
     versions: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = True
     reached_before: int | None = None
+    steps_per_epoch: int | None = None  # None if Keras does not know
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Window(Event):
     input_s: float | None = None
     memory_bytes: int | None = None
     replicas: tuple[OfReplica, ...] = ()
+    loss: float | None = None  # as Keras logs it after the last batch: the mean of the epoch so far
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,17 @@ class Raised(Event):
 
 @dataclass(frozen=True)
 class Beat(Event):
-    """The worker's process is alive. Written when there is nothing else to report."""
+    """A worker's process is alive, although it has nothing else to report.
+
+    Args:
+        step: Batches trained since the run started.
+        doing: The `Category` that time currently counts as.
+        idle_s: Seconds since the last batch ended, or since `fit` started.
+    """
+
+    step: int | None = None
+    doing: str | None = None
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True)

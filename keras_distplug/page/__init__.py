@@ -1,4 +1,4 @@
-"""A page that shows runs: one file, that needs nothing from anywhere."""
+"""A page that shows runs, in one file without any external resources."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+_SCRIPTS = ("page.js", "screen.js", "charts.js")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -29,25 +30,26 @@ _PAGE = """<!doctype html>
 
 
 def html(title: str, runs: Sequence[Mapping[str, Any]], now: float) -> str:
-    """The page.
+    """Returns the page.
 
     Args:
-        title: Of it.
-        runs: Each as from `runlog.summary.summary`, with `notes` about what was skipped; or, of
-            one that cannot be shown, its `name` and the `error`.
-        now: Seconds since 1970, of which ages are told.
+        title: The page's title.
+        runs: Runs as from `runlog.summary.summary`, with `notes` about skipped lines; or, for a run
+            that cannot be shown, its `name` and the `error`.
+        now: Seconds since 1970; ages are as of then.
     """
-    # Nothing in a string may end the element that it stands in.
+    # No text of a run may end the element that contains it.
     text = json.dumps({"now": now, "runs": runs}, allow_nan=False).replace("<", "\\u003c")
     escaped = title.replace("&", "&amp;").replace("<", "&lt;")
-    script = "\n".join((_read("page.js"), _read("report.js")))
+    script = "\n".join(map(_read, (*_SCRIPTS, "report.js")))
     return _PAGE.format(title=escaped, style=_read("page.css"), runs=text, script=script)
 
 
 def module() -> str:
-    """As a module for TensorBoard, which calls `render()` in a frame of its own."""
+    """Returns a module for TensorBoard, which calls `render()` in a frame."""
     style = json.dumps(_read("page.css"))
-    return "\n".join((_read("page.js"), f"const STYLE = {style};", _read("tensorboard.js")))
+    scripts = "\n".join(map(_read, _SCRIPTS))
+    return "\n".join((scripts, f"const STYLE = {style};", _read("tensorboard.js")))
 
 
 def _read(name: str) -> str:

@@ -1,12 +1,12 @@
 
-// A file: all that it shows is in it.
+// A file that contains everything it shows.
 const main = document.getElementById("distplug");
 const { now, runs } = JSON.parse(document.getElementById("runs").textContent);
 
 function choose(name) {
   render(main, runs, runs.find((run) => run.name === name), choose);
-  tell(main, now);
+  updateAges(main, now);
 }
 
 choose(runs.length ? newest(runs) : null);
-main.prepend(element("p", {}, `Written ${moment(now)} (UTC), as of which ages are told.`));
+main.prepend(element("p", {}, `Written at ${clockTime(now)} UTC; ages are as of then.`));

@@ -1,14 +1,14 @@
 
-const EVERY_MS = 5000;
+const EVERY_MS = 2500; // so that a state is shown within 15 s of its start
 
 function followTheme() {
-  if (window.parent === window) return; // by itself: what the system prefers
-  // TensorBoard does not tell a frame its theme, but marks the page around it.
+  if (window.parent === window) return; // not in a frame: follow the system
+  // TensorBoard marks its own page with the theme, and passes it to no frame.
   let around = null;
   try {
     around = window.parent.document.body;
   } catch {
-    return; // of another origin: what the system prefers
+    return; // another origin: follow the system
   }
   const follow = () => {
     document.documentElement.dataset.theme = around.classList.contains("dark-mode") ? "dark" : "light";
@@ -17,7 +17,7 @@ function followTheme() {
   new MutationObserver(follow).observe(around, { attributes: true, attributeFilter: ["class"] });
 }
 
-// Asks for what has changed since the answer before; without a text if nothing has.
+// Requests what has changed since the previous answer; the server sends no text if nothing has.
 async function asked(route, before) {
   const headers = before ? { "If-None-Match": before.version } : {};
   const answer = await fetch(new URL(route, import.meta.url), { headers });
@@ -33,7 +33,7 @@ class Shown {
     this.main = main;
     this.problem = problem;
     this.rows = this.run = this.name = null;
-    this.clock = null; // the server's: a browser's may be another one
+    this.clock = null; // the server's, because the browser's may differ
   }
 
   async refresh() {
@@ -50,20 +50,20 @@ class Shown {
         this.run = await asked(`run?name=${encodeURIComponent(row.name)}`, isSame ? before : null);
         this.run.name = row.name;
       }
-      // What somebody points at stays while there is no news.
+      // Without news nothing is drawn again, so that what the reader points at stays.
       if (this.rows.isNew || this.run?.isNew || !this.main.hasChildNodes()) this.draw(this.run?.found || row);
       this.problem.textContent = "";
     } catch (error) {
       this.problem.textContent = `This is not up to date: ${error.message}`;
     }
-    if (this.clock) tell(this.main, this.clock.now + (performance.now() - this.clock.at) / 1000);
+    if (this.clock) updateAges(this.main, this.clock.now + (performance.now() - this.clock.at) / 1000);
   }
 
   draw(run) {
     render(this.main, this.rows.found, run, (name) => {
       this.name = name;
       this.draw(this.rows.found.find((row) => row.name === name));
-      tell(this.main, this.clock.now);
+      updateAges(this.main, this.clock.now);
       this.hurry();
     });
   }
@@ -99,7 +99,7 @@ export async function tensorboardRender() {
   await shown.refresh();
   (async () => {
     for (;;) {
-      await shown.pause(); // counted from the answer, so that a slow server is asked once at a time
+      await shown.pause(); // counted from the answer: a slow server has one request at a time
       if (isSeen) await shown.refresh();
     }
   })();

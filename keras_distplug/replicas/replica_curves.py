@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from keras_distplug.runlog.custom_charts import write_layout
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.step.step_reports import ReplicaReport, StepReport
 from keras_distplug.storage.files import Files
@@ -48,6 +49,7 @@ class ReplicaCurves:
     def __init__(self, files: Files | None) -> None:
         self._files = files
         self._runs: dict[str, EventFiles] = {}
+        self._shown: set[str] = set()  # in TensorBoard's "Custom Scalars"
 
     def add(self, reports: Sequence[StepReport]) -> None:
         """Adds the values of one window.
@@ -59,7 +61,9 @@ class ReplicaCurves:
         if self._files is None:
             return
         step = reports[0].step
-        for name, values in get_values(reports).items():
+        known = get_values(reports)
+        new = {name for name, values in known.items() if values} - self._shown
+        for name, values in known.items():
             kind = "replica" if name in OF_REPLICAS else "worker"
             if len(values) <= _MOST_RUNS:
                 for number, value in values:
@@ -68,6 +72,11 @@ class ReplicaCurves:
                 for how in _CURVES:
                     spread = SPREAD[how]([value for _, value in values])
                     self._add(self._files, how, name, spread, step)
+        if new and self._runs:
+            # TensorBoard merges the layouts of all runs, and reads one of each.
+            charts = {name: f"distplug/{name}" for name in sorted(self._shown | new)}
+            write_layout(next(iter(self._runs.values())), "Distplug: replicas and workers", charts)
+            self._shown |= new
         for run in self._runs.values():
             run.look_after()
 

@@ -8,14 +8,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import metadata as custom_scalars
-
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event, Window
 from keras_distplug.core.ledger import Category
 from keras_distplug.core.log import announce
-from keras_distplug.runlog import goodput_totals, summary
+from keras_distplug.runlog import custom_charts, goodput_totals, incident_groups
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.runlog.goodput_totals import Fit, Span, Timeline
 
@@ -55,7 +52,7 @@ class GoodputCurves:
         self._lately: deque[Span] = deque()
         self._told_at = 0  # TensorBoard's step of the last event
         self._given: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
-        self._has_failed = False
+        self._has_failed = self._has_layout = False
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
 
@@ -77,9 +74,6 @@ class GoodputCurves:
     def _write_all(self) -> None:
         fits, supervised = self._earlier()
         made = self._after(fits, supervised)
-        layout = _layout().SerializeToString()
-        metadata = custom_scalars.create_summary_metadata()
-        self._files.add_alone(custom_scalars.CONFIG_SUMMARY_TAG, metadata, layout)
         self._tell_of_earlier(goodput_totals.chiefs(fits), supervised)
         while (given := self._given.get()) is not None:
             at, event = given
@@ -144,6 +138,9 @@ class GoodputCurves:
         shares["goodput/whole_run"] = goodput_totals.goodput(self._totals)
         lately = goodput_totals.goodput_lately(self._lately, self._first_at, at)
         shares |= {f"goodput/last_{minutes}_min": share for minutes, share in lately.items()}
+        if not self._has_layout:
+            custom_charts.write_layout(self._files, "Distplug", custom_charts.GOODPUT)
+            self._has_layout = True
         for name, share in shares.items():
             if share is not None:
                 self._files.add_scalar(name, share, step)
@@ -160,44 +157,5 @@ def _in_words(event: Event) -> str | None:
         case events.Finished():
             return f"the end, behind step {event.step}"
         case _:
-            what = summary.told(event)
+            what = incident_groups.in_words(event)
             return None if what is None else f"**{what}**"
-
-
-_LAYOUT = {
-    "Distplug": {
-        "goodput": "goodput/.*",
-        "where the time went": "time/.*",
-    },
-    "Distplug: replicas and workers, of ReplicaMetrics": {
-        name: f"distplug/{name}"
-        for name in (
-            "loss",
-            "gradient_norm",
-            "samples_per_s",
-            "compute_ms",
-            "sync_ms",
-            "input_ms",
-            "step_ms",
-            "memory_mb",
-        )
-    },
-}
-
-
-def _layout() -> layout_pb2.Layout:
-    """The charts of TensorBoard's tab "Custom Scalars": each has the curves of all runs."""
-    return layout_pb2.Layout(
-        category=[
-            layout_pb2.Category(
-                title=title,
-                chart=[
-                    layout_pb2.Chart(
-                        title=name, multiline=layout_pb2.MultilineChartContent(tag=[f"^{tags}$"])
-                    )
-                    for name, tags in charts.items()
-                ],
-            )
-            for title, charts in _LAYOUT.items()
-        ]
-    )

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from keras_distplug.core.events import (
+    Beat,
     Began,
     Ended,
     Entry,
@@ -68,6 +69,11 @@ class Fit:
     def ends_at(self) -> float:
         """When it was last heard of."""
         return max(entry.at for entry in self.entries)
+
+    @cached_property
+    def notable(self) -> tuple[Entry, ...]:
+        """The entries without windows and heartbeats, which are nearly all of them."""
+        return tuple(each for each in self.entries if not isinstance(each.event, Window | Beat))
 
     @cached_property
     def last_step(self) -> int:
@@ -398,5 +404,5 @@ def _end_of(group: Sequence[Fit], failure: Failed | None) -> str | None:
 
 
 def _first(group: Sequence[Fit], kind: type[Kind]) -> Kind | None:
-    told = (each.event for fit in group for each in fit.entries)
-    return next((event for event in told if isinstance(event, kind)), None)
+    found = (each.event for fit in group for each in fit.notable)
+    return next((event for event in found if isinstance(event, kind)), None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import re
 import threading
@@ -23,7 +24,7 @@ from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, NoCheckpointError
 from keras_distplug.core.event_lines import from_line
-from keras_distplug.core.events import SUPERVISOR, Began, Entry
+from keras_distplug.core.events import SUPERVISOR, Beat, Began, Entry
 from keras_distplug.core.threads import before_threads_end
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.sinks import SUFFIX, Sink, sink_for
@@ -38,7 +39,8 @@ _NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EFBIG)
 _MOST_BYTES, _AT_ONCE_BYTES = 2**30, 2**23  # of a file
 _LEAST_AGAIN_SECS = 0.1  # also while `flush` waits
 _LAST_SECS = 10.0
-_BEAT_SECS = 60.0  # without a line
+_BEAT_SECS = 5.0  # without a line
+_BEAT = b'"event":"beat"'  # JSON text in a string has other quotes
 _LOOKS = 5  # for the newer name of a file that is not there any more
 _LEVELS = 3  # of folders in which runs are looked for
 
@@ -62,7 +64,7 @@ class Log:
         on_failure: Called, from the thread, with what keeps lines from being written; once, until
             some are written again.
         lost: Makes the line that says how many were lost; it stands before those that are kept.
-        beat: Makes a line that is written where there is no other one for a minute, or None.
+        beat: Makes a line that is written after five seconds without another one, or None.
     """
 
     def __init__(
@@ -400,8 +402,12 @@ class _File:
             if not whole:
                 break
             self._read_bytes += whole
-            for line in bytes(buffer[:whole]).removesuffix(b"\n").split(b"\n"):
-                self._take(line)
+            lines = bytes(buffer[:whole]).removesuffix(b"\n").split(b"\n")
+            for line, following in itertools.zip_longest(lines, lines[1:], fillvalue=b""):
+                if _BEAT in line and _BEAT in following:
+                    self._lines += 1  # of consecutive ones, the last says it all
+                else:
+                    self._take(line)
             has_new = True
         return has_new
 
@@ -416,8 +422,12 @@ class _File:
                 self._first_skipped = f"line {self._lines} is skipped: {error}"
             self._skipped += 1
         else:
-            if entry is not None:
-                self.entries.append(entry)
+            if entry is None:
+                return
+            last = self.entries[-1].event if self.entries else None
+            if isinstance(last, Beat) and isinstance(entry.event, Beat):
+                self.entries.pop()
+            self.entries.append(entry)
 
     def take_skipped(self) -> str:
         """Describes the lines that were skipped since the last call; empty if there were none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import os
@@ -161,7 +162,7 @@ class RunLog(Watchdog):
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._writes is not None:
             self._writes.windows.end_step()
-            self._writes.end_step(self._executions.end())
+            self._writes.end_step(self._executions.end(), (logs or {}).get("loss"))
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._writes is not None:
@@ -235,6 +236,7 @@ class RunLog(Watchdog):
             versions=_versions(),
             resumes=self._keeper is not None,
             reached_before=None if marked is None else step_marker.read(marked),
+            steps_per_epoch=int(self.params.get("steps") or 0) or None,
         )
         where = files.where(folder)
 
@@ -292,7 +294,10 @@ class _Writes:
         self.begins_at = self._begun_at - (time.monotonic() - begun_s)
         _hear_of_errors()
         self._curves: GoodputCurves | None = None
-        self._ledger = Ledger(begun_s, Category.START_UP)
+        self._doing = Category.START_UP
+        self._ledger = Ledger(begun_s, self._doing)
+        self._loss: float | None = None
+        self._last_step_s = unsuspended_s()
         self._flushed_s = self._begun_s
         reporting.listen(self)
 
@@ -337,16 +342,20 @@ class _Writes:
     # As training goes on
 
     def switch(self, category: Category) -> None:
+        self._doing = category
         self._ledger.switch(category, time.monotonic())
 
     def begin_step(self) -> None:
         if not self._is_first:
             self.switch(Category.STEP)
 
-    def end_step(self, batches: int) -> None:
+    def end_step(self, batches: int, loss: Any) -> None:
         self._is_first = False
         now_s = time.monotonic()
-        self._ledger.switch(Category.OTHER, now_s)
+        self._doing = Category.OTHER
+        self._ledger.switch(self._doing, now_s)
+        self._last_step_s = unsuspended_s()
+        self._loss = float(loss) if isinstance(loss, int | float) else None
         self.step += batches
         self._steps += batches
         if self.marker is not None:
@@ -374,7 +383,8 @@ class _Writes:
                 Category.SYNC: report.sync_total_s or 0.0,
             }
             secs = split(secs, Category.STEP, waits_s)
-        self._write(self._now(), _window(self.step, steps, self.epoch, secs, report))
+        window = _window(self.step, steps, self.epoch, secs, report)
+        self._write(self._now(), dataclasses.replace(window, loss=self._loss if steps else None))
 
     def close_if_over(self) -> None:
         """An error may have ended its `fit`."""
@@ -409,7 +419,10 @@ class _Writes:
     def beat(self) -> bytes | None:
         trains = sys._current_frames().get(self._trains)
         is_there = self._fit is not None and self._fit.is_above(trains)
-        return self._line(self._now(), events.Beat()) if is_there else None
+        if not is_there:
+            return None
+        idle_s = round(unsuspended_s() - self._last_step_s, 3)
+        return self._line(self._now(), events.Beat(self.step, str(self._doing), idle_s))
 
     def _line(self, at: float, event: Event) -> bytes:
         return to_line(Entry(at, self._source, event, self._job, self._attempt))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, Event, Window
+from keras_distplug.core.events import Entry
 from keras_distplug.core.ledger import Category
-from keras_distplug.runlog import goodput_totals, replicas_shown
+from keras_distplug.runlog import goodput_totals, loss_curve, replicas_shown
 from keras_distplug.runlog.goodput_totals import Fit, Span
+from keras_distplug.runlog.incident_groups import Place
 from keras_distplug.runlog.replicas_shown import BINS
+from keras_distplug.runlog.verdict import Verdict, verdict
 from keras_distplug.storage.survey import Looked
 
 _MOST_EVENTS = 200
-_LATELY_S = 180.0  # somebody who was heard of since then is still there
-_STARTING_S = 900.0  # as long as a start may take
+_UNKNOWN_PLACE = Place()
 
 
 def headline(
@@ -24,37 +27,22 @@ def headline(
     supervised: Sequence[Entry],
     now: float,
     checkpoints: Mapping[int, Looked] | None = None,
+    place: Place = _UNKNOWN_PLACE,
+    delay_secs: float = 0.0,
 ) -> dict[str, Any]:
-    """What tells a run from others; JSON-able. It changes with `now` in its state alone.
+    """Returns what distinguishes a run from others, JSON-able. Without news, only its `status`
+    changes.
 
     Args:
-        name: The run's.
-        fits: What its workers have told.
-        supervised: What supervisors have.
+        name: The run's name.
+        fits: The fits of all workers.
+        supervised: The supervisors' events.
         now: Seconds since 1970.
-        checkpoints: Those that are there, by their steps; None if nobody has looked.
+        checkpoints: The existing checkpoints, by their steps. Defaults to `None`: not known.
+        place: The place of the run, for command lines.
+        delay_secs: As for `verdict`. Defaults to 0.
     """
-    spans = _spans(fits, supervised)
-    begin, end = _range(fits, supervised, spans)
-    attempts = goodput_totals.attempts(fits, supervised)
-    there = [each for each in _saved(fits, checkpoints) if each["state"] == "committed"]
-    last = next((each for each in reversed(there) if each["verified"]), None)
-    newer = there[-1] if there and there[-1] is not last else None
-    return {
-        "name": name,
-        "begin": begin,
-        "end": end,
-        "state": _state(fits, attempts, supervised, now),
-        "step": max([span.step for span in spans] or [fit.last_step for fit in fits], default=0),
-        "goodput": goodput_totals.goodput(goodput_totals.totals(spans)),
-        "goodput_lately": {
-            str(minutes): share
-            for minutes, share in goodput_totals.goodput_lately(spans, begin, end).items()
-        },
-        "attempted": len(attempts),
-        "last_checkpoint": last and {key: last[key] for key in ("at", "step", "verified")},
-        "newer_checkpoint": newer and {key: newer[key] for key in ("at", "step")},
-    }
+    return headline_of(name, judged(fits, supervised, now, checkpoints, place, delay_secs))
 
 
 def summary(
@@ -63,30 +51,121 @@ def summary(
     supervised: Sequence[Entry],
     now: float,
     checkpoints: Mapping[int, Looked] | None = None,
+    place: Place = _UNKNOWN_PLACE,
+    delay_secs: float = 0.0,
 ) -> dict[str, Any]:
-    """All that is shown of a run: its `headline`, which takes the same, and more."""
-    spans = _spans(fits, supervised)
-    begin, end = _range(fits, supervised, spans)
+    """Returns everything that a page shows of a run: its `headline`, which has the same arguments,
+    and more."""
+    return summary_of(name, fits, judged(fits, supervised, now, checkpoints, place, delay_secs))
+
+
+def summary_of(name: str, fits: Sequence[Fit], found: Judged) -> dict[str, Any]:
+    """Returns the summary of a run that was judged already."""
+    spans, begin, end = found.spans, found.begin, found.end
     return {
-        **headline(name, fits, supervised, now, checkpoints),
+        **headline_of(name, found),
         "secs": {str(category): value for category, value in goodput_totals.totals(spans).items()},
         "unknown_waits": {
             str(category): value
             for category, value in goodput_totals.unknown_waits(goodput_totals.chiefs(fits)).items()
         },
-        "attempts": [
-            _attempt(each) for each in goodput_totals.attempts(fits, supervised)[-_MOST_EVENTS:]
-        ],
+        "attempts": [_attempt(each) for each in found.attempts[-_MOST_EVENTS:]],
         "area": _area(spans, begin, end),
+        "loss": loss_curve.points(goodput_totals.chiefs(fits), begin, end),
         "heat": replicas_shown.heat(fits, begin, end),
         "ranking": replicas_shown.ranking(fits),
-        "checkpoints": _saved(fits, checkpoints)[-_MOST_EVENTS:],
-        "incidents": _incidents(fits, supervised)[-_MOST_EVENTS:],
+        "checkpoints": found.saved[-_MOST_EVENTS:],
+        "incidents": [asdict(group) for group in found.verdict.groups[:_MOST_EVENTS]],
     }
 
 
-def _spans(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[Span]:
-    return goodput_totals.spans(goodput_totals.chiefs(fits), supervised)
+@dataclass(frozen=True)
+class Judged:
+    """A run, and what is known about it.
+
+    Args:
+        verdict: Its state.
+        spans: The time of its chief.
+        begin: The start of that, in seconds since 1970.
+        end: Its end.
+        attempts: All attempts.
+        saved: All checkpoints.
+        last_checkpoint: The newest one that was verified; None if there is none.
+        newer_checkpoint: The newest one, if that is another one.
+    """
+
+    verdict: Verdict
+    spans: Sequence[Span]
+    begin: float
+    end: float
+    attempts: Sequence[goodput_totals.Attempt]
+    saved: Sequence[dict[str, Any]]
+    last_checkpoint: Mapping[str, Any] | None
+    newer_checkpoint: Mapping[str, Any] | None
+
+    @property
+    def goodput(self) -> float | None:
+        return goodput_totals.goodput(goodput_totals.totals(self.spans))
+
+
+def judged(
+    fits: Sequence[Fit],
+    supervised: Sequence[Entry],
+    now: float,
+    checkpoints: Mapping[int, Looked] | None = None,
+    place: Place = _UNKNOWN_PLACE,
+    delay_secs: float = 0.0,
+) -> Judged:
+    """Judges a run; the arguments are those of `headline`."""
+    spans = goodput_totals.spans(goodput_totals.chiefs(fits), supervised)
+    begin, end = _range(fits, supervised, spans)
+    attempts = goodput_totals.attempts(fits, supervised)
+    saved = _saved(fits, checkpoints)
+    there = [each for each in saved if each["state"] == "committed"]
+    last = next((each for each in reversed(there) if each["verified"]), None)
+    newest = there[-1] if there else None
+    found = verdict(
+        fits,
+        supervised,
+        now,
+        attempts=attempts,
+        spans=spans,
+        checkpoint=newest,
+        place=place,
+        delay_secs=delay_secs,
+    )
+    newer = None if newest is last else newest
+    return Judged(found, spans, begin, end, attempts, saved, last, newer)
+
+
+def headline_of(name: str, found: Judged) -> dict[str, Any]:
+    """Returns the headline of a run that was judged already."""
+    last, newer = found.last_checkpoint, found.newer_checkpoint
+    lately = goodput_totals.goodput_lately(found.spans, found.begin, found.end)
+    return {
+        "name": name,
+        "begin": found.begin,
+        "end": found.end,
+        "state": str(found.verdict.state),
+        "status": _status(found.verdict),
+        "step": found.verdict.progress.step,
+        "goodput": found.goodput,
+        "goodput_lately": {str(minutes): share for minutes, share in lately.items()},
+        "attempted": len(found.attempts),
+        "last_checkpoint": last and {key: last[key] for key in ("at", "step", "verified")},
+        "newer_checkpoint": newer and {key: newer[key] for key in ("at", "step")},
+    }
+
+
+def _status(found: Verdict) -> dict[str, Any]:
+    known = {each.name: getattr(found, each.name) for each in fields(found)}
+    del known["groups"]
+    return {
+        **known,
+        "level": found.level,
+        "progress": {**asdict(found.progress), "logs": dict(found.progress.logs)},
+        "until": found.until if math.isfinite(found.until) else None,
+    }
 
 
 def _range(
@@ -99,32 +178,6 @@ def _range(
         entry.at for entries in (*(fit.entries for fit in fits), supervised) for entry in entries
     ]
     return min(told, default=0.0), max(told, default=0.0)
-
-
-def _state(
-    fits: Sequence[Fit],
-    attempts: Sequence[goodput_totals.Attempt],
-    supervised: Sequence[Entry],
-    now: float,
-) -> str:
-    begun_at = max((fit.entries[0].at for fit in fits), default=float("-inf"))
-    last_told = max(supervised, key=lambda entry: entry.at, default=None)
-    if last_told is not None and last_told.at > begun_at:
-        match last_told.event:
-            case events.Failed(what=what):
-                return what
-            case events.Again() | events.Started():
-                is_late = now - last_told.at > _STARTING_S
-                return "not heard of any more" if is_late else "being started"
-            case events.Ended(exit_code=code, why=why) if code:
-                return why or f"ended with {code}"
-    if not attempts:
-        return "nothing is known yet"
-    last = attempts[-1]
-    if last.end is not None:
-        return last.end
-    silent_s = now - max(fit.ends_at for fit in fits)
-    return "training" if silent_s < _LATELY_S else "not heard of any more"
 
 
 def _attempt(attempt: goodput_totals.Attempt) -> dict[str, Any]:
@@ -216,68 +269,3 @@ def _read_back(saved: Sequence[dict[str, Any]], event: events.Restored) -> None:
             if each["state"] == "committed":
                 each["verified"] = "read back"
             return
-
-
-def _incidents(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[dict[str, Any]]:
-    """All that was not as it should be, each once, though several workers may tell of it."""
-    found: list[dict[str, Any]] = []
-    known: set[tuple[Any, ...]] = set()
-    every = [
-        (entry, where, what)
-        for entry, where in (
-            *((entry, (fit.began.session,)) for fit in fits for entry in fit.entries),
-            *((entry, (entry.job, entry.attempt)) for entry in supervised),
-        )
-        if not isinstance(entry.event, Window) and (what := told(entry.event)) is not None
-    ]
-    for entry, where, what in sorted(every, key=lambda each: each[0].at):
-        event = entry.event
-        key = (*where, what, getattr(event, "times", None))
-        if key in known and not isinstance(event, events.UpdateLeftOut):
-            continue
-        known.add(key)
-        replica = getattr(event, "replica", None)
-        found.append(
-            {
-                "at": entry.at,
-                "kind": events.name_of(type(event)),
-                "what": what,
-                "source": entry.source,
-                "replicas": list(getattr(event, "replicas", ()) or ())
-                if replica is None
-                else [replica],
-                "variable": getattr(event, "variable", None),
-                "epoch": getattr(event, "epoch", None),
-                "batch": getattr(event, "batch", None),
-            }
-        )
-    return found
-
-
-def told(event: Event) -> str | None:
-    """What was not as it should be, in words; None if all was."""
-    match event:
-        case (
-            events.UpdateLeftOut(what=what)
-            | events.Diverged(what=what)
-            | events.SlowReplica(what=what)
-            | events.Hung(what=what)
-            | events.Failed(what=what)
-            | events.StartedAgain(what=what)
-            | events.Raised(what=what)
-        ):
-            return what
-        case events.LinesLost():
-            return f"{event.lines} lines of this log were lost"
-        case events.RolledBack():
-            return f"back to step {event.to_step}: {event.why}"
-        case events.Quarantined():
-            return f"{event.checkpoint} is set aside: {event.why}"
-        case events.SaveFailed():
-            return f"no checkpoint of step {event.step}: {event.why}"
-        case events.Preempted():
-            return f"{event.what} to {event.where}"
-        case events.PeerLost():
-            return f"lost {event.who}"
-        case _:
-            return None

@@ -89,9 +89,7 @@ class ExportResult:
     out: str
 
 
-def export(
-    files: Files, run: SeenRun | str | None, asked: Export, save: SaveModel
-) -> ExportResult:
+def export(files: Files, run: SeenRun | str | None, asked: Export, save: SaveModel) -> ExportResult:
     """Writes a checkpoint to a single file, verifying its values as they are read.
 
     Args:

@@ -149,8 +149,25 @@ def _label(name: str, path: str) -> str:
 
 
 def _respond(request: wrappers.Request, found: Answer, now: float) -> Any:
-    """What is shown, unless that is what the browser has; and what time it is."""
+    """Sends what is shown, unless the browser has it already; and the server's time."""
     headers = [("ETag", found.version), ("X-Now", str(now))]
     if request.headers.get("If-None-Match") == found.version:
-        return http_util.Respond(request, "", "application/json", code=304, headers=headers)
+        return _NotModified(status=304, headers=[*headers, *_NOT_MODIFIED_HEADERS])
     return http_util.Respond(request, found.text, "application/json", headers=headers)
+
+
+_NOT_MODIFIED_HEADERS = (
+    ("Content-Type", "application/json"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-cache, must-revalidate"),
+)
+
+
+class _NotModified(wrappers.Response):
+    """Keeps the `Content-Type`, which TensorBoard 3 will require of every response; Werkzeug
+    removes it from those without a body."""
+
+    def get_wsgi_headers(self, environ: Any) -> Any:
+        headers = super().get_wsgi_headers(environ)
+        headers["Content-Type"] = self.headers["Content-Type"]
+        return headers

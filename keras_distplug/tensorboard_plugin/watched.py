@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from keras_distplug.core import events
 from keras_distplug.core.events import Entry
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.log_files import Reader
-from keras_distplug.runlog.summary import headline, summary
+from keras_distplug.runlog.run_place import delay_secs, place_of
+from keras_distplug.runlog.summary import Judged, headline_of, judged, summary_of
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.survey import Looked
@@ -50,21 +52,23 @@ class _Known:
         at: Since when, in seconds since 1970.
         fits: What its workers have told.
         supervised: What supervisors have.
-        checkpoints: Those that are there; None if that is not known.
+        checkpoints: The existing checkpoints; None if that is not known.
+        looked_at: Since when these are known.
     """
 
     at: float
     fits: Sequence[Fit]
     supervised: Sequence[Entry]
     checkpoints: Mapping[int, Looked] | None
+    looked_at: float
 
     def is_due(self, now: float) -> bool:
-        """Whether what changes without news, as its state and its checkpoints, may have."""
+        """True if the checkpoints may have changed without news in the log."""
         heard = max(
             [fit.ends_at for fit in self.fits] + [each.at for each in self.supervised[-1:]],
             default=self.at,
         )
-        return now - self.at > max(_LOOK_SECS, _LOOK_SHARE * (self.at - heard))
+        return now - self.looked_at > max(_LOOK_SECS, _LOOK_SHARE * (self.looked_at - heard))
 
 
 class Watched:
@@ -83,6 +87,7 @@ class Watched:
         self._notes: deque[str] = deque(maxlen=_MOST_NOTES)  # of what is skipped
         self._reader = Reader(files, path, self._note)
         self._known: _Known | None = None
+        self._judged: Judged | None = None
         self._headline: dict[str, Any] | None = None
         self._details: Answer | None = None
         self._updating = threading.Lock()
@@ -92,8 +97,8 @@ class Watched:
         with self._updating:
             known = self._update(now)
             if self._headline is None:
-                self._headline = self._made(headline, known)
-                answer(self._headline)  # nothing that JSON has not comes among the other runs
+                self._headline = headline_of(self.label, self._judge(known))
+                answer(self._headline)  # what JSON cannot express stays out of the other runs
             return self._headline
 
     def details(self, now: float) -> Answer:
@@ -102,7 +107,8 @@ class Watched:
             known = self._update(now)
             if self._details is None:
                 notes = list(self._notes)
-                self._details = answer({**self._made(summary, known), "notes": notes})
+                shown = summary_of(self.label, known.fits, self._judge(known))
+                self._details = answer({**shown, "notes": notes})
             return self._details
 
     # How
@@ -112,23 +118,33 @@ class Watched:
             self._notes.append(note)
             self._details = None
 
-    def _made(self, what: Callable[..., dict[str, Any]], known: _Known) -> dict[str, Any]:
-        return what(self.label, known.fits, known.supervised, known.at, known.checkpoints)
+    def _judge(self, known: _Known) -> Judged:
+        if self._judged is None:
+            self._judged = judged(
+                known.fits,
+                known.supervised,
+                known.at,
+                known.checkpoints,
+                place_of(self._files, self._path),
+                delay_secs(self._files),
+            )
+        return self._judged
 
     def _update(self, now: float) -> _Known:
         fits, supervised = self._reader.read()
         known = self._known
-        # A reader gives what it gave, while nothing is new.
+        # Without news, the reader returns the same objects.
         is_same = known is not None and (known.fits, known.supervised) == (fits, supervised)
-        if known is not None and is_same and not known.is_due(now):
+        is_due = known is None or known.is_due(now)
+        until = math.inf if self._judged is None else self._judged.verdict.until
+        if known is not None and is_same and not is_due and now < until:
             return known
-        checkpoints: Mapping[int, Looked] | None
-        if known is None or known.is_due(now) or _saves(fits) != _saves(known.fits):
-            checkpoints = survey.looked_at(self._files, self._path)
+        if known is not None and not is_due and _saves(fits) == _saves(known.fits):
+            checkpoints, looked_at = known.checkpoints, known.looked_at
         else:
-            checkpoints = known.checkpoints
-        self._known = _Known(now, fits, supervised, checkpoints)
-        self._headline = self._details = None
+            checkpoints, looked_at = survey.looked_at(self._files, self._path), now
+        self._known = _Known(now, fits, supervised, checkpoints, looked_at)
+        self._judged = self._headline = self._details = None
         return self._known
 
 

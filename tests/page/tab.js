@@ -14,8 +14,9 @@ async function until(found) {
 
 const all = (selector) => [...frame.contentDocument.querySelectorAll(selector)];
 const one = (selector) => all(selector)[0];
-const article = (name) => one(`article[data-run="${name}"] dl`)?.parentElement;
-const cards = () => Object.fromEntries(all(".cards dt").map((each) => [each.textContent, each.nextSibling.textContent]));
+const article = (name) => one(`article[data-run="${name}"] .sections`)?.parentElement;
+const cards = () => Object.fromEntries(all(".cards dt").map((each) => [each.textContent, each.nextSibling.firstChild.textContent]));
+const step = () => cards().step.split(" ")[0].replaceAll(",", "");
 const pressed = () => all('[aria-pressed="true"]').map((each) => each.dataset.key);
 const ages = () => all("td [data-at]").map((each) => each.textContent);
 const back = () => frame.contentWindow.getComputedStyle(frame.contentDocument.body).backgroundColor;
@@ -30,16 +31,16 @@ async function used() {
   await until(() => article("a"));
   one('[data-key="heat input"]').click();
   one('[data-key="heat input"]').focus();
-  said.chosen = { pressed: pressed(), chart: one("svg.heat").getAttribute("aria-label"), step: cards().step };
+  said.chosen = { pressed: pressed(), chart: one("svg.heat").getAttribute("aria-label"), step: step() };
 
   await fetch("news");
-  await until(() => cards().step !== said.chosen.step);
-  said.news = { pressed: pressed(), step: cards().step, focused: frame.contentDocument.activeElement.dataset.key };
+  await until(() => step() !== said.chosen.step);
+  said.news = { pressed: pressed(), step: step(), focused: frame.contentDocument.activeElement.dataset.key };
 
   article("a").dataset.mark = "the same";
   await fetch("later");
   await until(() => ages()[0] !== said.first.ages[0]);
-  said.later = { mark: article("a").dataset.mark, ages: ages(), card: cards()["last verified checkpoint"] };
+  said.later = { mark: article("a").dataset.mark, ages: ages(), card: one('[data-question="checkpoint safe"]').textContent };
 
   await fetch("break");
   said.problem = await until(problem);

@@ -36,11 +36,16 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
 def test_headline(shown: Shown) -> None:
     cards = dict(zip(shown.cards[::2], shown.cards[1::2], strict=True))
     assert cards["goodput"] == "68.7 %"  # 0.8 * (2 * 100 - 5) of 2 * 110 + 5 + 2 seconds
-    assert cards["step"] == "1950"
+    assert cards["step"] == "1,950 of 1,950"
     assert cards["attempts"] == "2"
-    verified = cards["last verified checkpoint"]
-    assert verified == "step 1950, 1 min 02 s ago (sizes verified)"
-    assert cards["state"] == "finished"
+    assert cards["last checkpoint"] == "step 1,950"
+    assert (cards["time left"], cards["speed"]) == ("none", "10 steps/s")
+    assert cards["checkpoint safe"] == "yes: step 1,950, 62 s ago, sizes verified"
+    assert cards["lost"] == "50 steps in 1 restart (4 s trained twice)"
+    assert [cards[name] for name in ("recovers on its own", "next")] == [
+        "not needed",
+        "Nothing to do.",
+    ]
 
 
 def test_where_the_time_went(shown: Shown) -> None:
@@ -52,22 +57,22 @@ def test_where_the_time_went(shown: Shown) -> None:
 
 
 def test_attempts(shown: Shown) -> None:
-    _, second, first = shown.tables["Attempts, the newest first"]
-    assert first[4:] == ["0 to 1000", "50", "137", "worker-1 was killed"]
-    assert second[4:] == ["950 to 1950", "0", "", "finished"]
+    _, second, first = shown.tables["Attempts, newest first"]
+    assert first[4:] == ["0 to 1,000", "50", "137", "worker-1 was killed"]
+    assert second[4:] == ["950 to 1,950", "0", "", "finished"]
 
 
 def test_ranking(shown: Shown) -> None:
     """The slow one stands first."""
-    _, first, *others = shown.tables["Replicas of the last attempt, the slowest first"]
+    _, first, *others = shown.tables["Replicas of the last attempt, slowest first"]
     assert first == ["2", "worker-2 on node-2", "140", "10", "10", "0.533", "compute"]
     assert len(others) == 3
     assert {each[5] for each in others} == {"1"}
 
 
 def test_checkpoints(shown: Shown) -> None:
-    _, *rows = shown.tables["Checkpoints, the newest first"]
-    assert [row[0] for row in rows] == ["1950", "1450", "1000", "500"]
+    _, *rows = shown.tables["Checkpoints, newest first"]
+    assert [row[0] for row in rows] == ["1,950", "1,450", "1,000", "500"]
     assert rows[0][2:] == ["123 MB", "0.4 s", "12.0 ms", "shared", "committed", "sizes verified"]
     assert [row[-2:] for row in rows[1:]] == [
         ["committed, not verified", ""],
@@ -77,10 +82,14 @@ def test_checkpoints(shown: Shown) -> None:
 
 
 def test_incidents(shown: Shown) -> None:
-    _, *rows = shown.tables["Incidents, the newest first"]
-    assert [row[1] for row in rows] == ["slow replica", "update left out", "failed"]
-    assert rows[0][3] == "2"
-    assert rows[1][3:] == ["1", "epoch 1, batch 18", "dense/kernel", "a NaN"]
+    _, *rows = shown.tables["Incidents, newest first, equal ones grouped"]
+    assert [row[1] for row in rows] == [
+        "Straggler: worker-2, replica 2slow",
+        "NaN in `dense/kernel`, replica 1epoch 1, batch 18; a NaN",
+        "worker-1 failed (exit code 137)worker-1 was killed",
+    ]
+    assert rows[1][2] == "worker-1 on node-1"
+    assert rows[1][3].endswith("keras-distplug replay DIRECTORY")
 
 
 def test_text_is_text(tmp_path: Path) -> None:
@@ -113,16 +122,17 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     _, *rows = shown.tables["All runs; a button shows the run below"]
     share = "68.7 %"
     assert rows == [
-        ["a", "finished", share, "1950", "2", "step 1950, sizes verified", "1 h 00 min ago"],
-        ["b", "training", "not known", "0", "1", "none", ""],
+        ["a", "✓ finished", share, "1,950", "2", "step 1,950, sizes verified", "1 h 00 min ago"],
+        ["b", "▲ silent", "not known", "0", "1", "none", ""],
         ["c", "cannot be shown: OSError: it is gone", "", "", "", "", ""],
     ]
     assert re.findall(r'aria-pressed="true" data-key="(run .)"', dom) == ["run b"]
     assert re.findall(r'<article data-run="(.)"', dom) == ["b"]
-    # A run that has only begun: no bar lies outside its chart.
-    bars = re.findall(r'<rect x="([^"]*)"[^>]*width="([^"]*)"', dom.partition("<article")[2])
+    # A run that has only started: no bar lies outside its chart.
+    bars = re.findall(r'class="attempt" x="([^"]*)"[^>]*width="([^"]*)"', dom)
     assert bars
-    assert all(0 <= float(x) <= 1000 and 0 < float(width) <= 1000 for x, width in bars)
+    width = float(re.findall(r'<svg width="([\d.]+)"', dom)[0])
+    assert all(float(x) >= 0 and 0 < float(of_bar) <= width - float(x) + 0.1 for x, of_bar in bars)
 
 
 def test_not_known(tmp_path: Path) -> None:
@@ -141,7 +151,7 @@ def test_not_known(tmp_path: Path) -> None:
     assert console == ""
     [note] = re.findall(r'<p data-unknown="(input|sync)">([^<]*)', dom)
     assert note[0] == "input"
-    assert note[1].startswith("Of 1 min 20 s of updates it is not known how much was waiting for")
+    assert note[1].startswith("For 1 min 20 s of steps it is not known how much was waiting for")
 
 
 def only_begun(fit: Fit, begin: float) -> Fit:
@@ -189,7 +199,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["report", str(tmp_path / "runs"), "-o", str(out)]
     assert main(command) == 0
     found = Shown(browsed(out.as_uri(), tmp_path)[0])
-    assert len(found.tables["Attempts, the newest first"]) == 3
+    assert len(found.tables["Attempts, newest first"]) == 3
     out.write_text("kept")
     assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err

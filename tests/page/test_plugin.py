@@ -126,6 +126,9 @@ def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
         again = client.get(route, headers={"If-None-Match": first.headers["ETag"]})
         assert (again.status_code, again.get_data()) == (304, b"")
         assert float(again.headers["X-Now"]) >= float(first.headers["X-Now"])
+        # What TensorBoard 3 will require, and no body.
+        assert again.headers["Content-Type"] == "application/json"
+        assert again.headers["X-Content-Type-Options"] == "nosniff"
         with open(tmp_path / "run-0001" / "log" / "1.jsonl", "ab") as file:
             file.write(to_line(news))
         third = client.get(route, headers={"If-None-Match": first.headers["ETag"]})
@@ -142,8 +145,7 @@ def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.M
     def fail(*given: Any) -> Any:
         raise AssertionError("made anew")
 
-    for name in ("headline", "summary"):
-        monkeypatch.setattr(watched, name, fail)
+    monkeypatch.setattr(watched, "judged", fail)
     monkeypatch.setattr(watched.survey, "looked_at", fail)
     assert (shown(asked), details(asked, "run-0001")) == before
     now = time.time()
@@ -307,3 +309,35 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_where_to_look(flags: dict[str, str], folders: dict[str, str]) -> None:
     assert folders_of(SimpleNamespace(**flags)) == folders  # type: ignore[arg-type]
+
+
+def test_tensorboard_accepts_every_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its validator of headers, which warns now and will refuse in TensorBoard 3."""
+    from tensorboard.backend import security_validator
+
+    complaints: list[str] = []
+    monkeypatch.setattr(security_validator, "_maybe_raise_value_error", complaints.append)
+    put(tmp_path, "run-0001")
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    for route, app in asked.get_plugin_apps().items():
+        client = Client(security_validator.SecurityValidatorMiddleware(app))
+        first = client.get(route, query_string={"name": "run-0001"})
+        version = first.headers.get("ETag", "")
+        client.get(route, query_string={"name": "run-0001"}, headers={"If-None-Match": version})
+    assert complaints == []
+
+
+def test_state_changes_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that says nothing any more is shown as silent, and then as dead."""
+    fits, _, _ = logged.fits(1, 10)
+    entries = fits[0].entries
+    open_files(tmp_path).create("run-0001/log/0.jsonl", list(map(to_line, entries)))
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    for after, state in ((1.0, "training"), (11.0, "training"), (13.0, "silent"), (61.0, "dead")):
+        now = entries[-1].at + after
+        monkeypatch.setattr(plugin_module, "time", SimpleNamespace(time=lambda now=now: now))
+        [run] = shown(asked)
+        assert run["state"] == state
+        assert details(asked, "run-0001")["state"] == state

@@ -105,12 +105,12 @@ def test_used(site: tuple[str, Site], tmp_path: Path) -> None:
     assert "error" not in said, said
     # The one that was heard of last is shown, and no more was asked for than that.
     assert said["first"]["rows"] == 2
-    assert said["first"]["pressed"] == ["run b", "heat compute"]
+    assert said["first"]["pressed"] == ["run b", "zoom all", "heat compute"]
     assert said["asked"] == ["/index.js", "/runs", "/run?name=b"]
-    assert said["chosen"]["pressed"] == ["run a", "heat input"]
-    assert said["chosen"]["chart"].startswith("input of each replica")
+    assert said["chosen"]["pressed"] == ["run a", "zoom all", "heat input"]
+    assert said["chosen"]["chart"].startswith("input of every replica")
     # Who goes through the page by keyboard stays where they are when there is news.
-    assert said["news"]["pressed"] == ["run a", "heat input"]
+    assert said["news"]["pressed"] == ["run a", "zoom all", "heat input"]
     assert said["news"]["focused"] == "heat input"
     assert int(said["news"]["step"]) > int(said["chosen"]["step"])
     # Time goes on without news, and nothing is drawn anew for it.

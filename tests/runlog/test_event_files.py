@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 from support.curves import curves_in
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
+from tensorboard.util import tensor_util
 
 from keras_distplug.replicas.replica_curves import ReplicaCurves
 from keras_distplug.runlog.event_files import EventFiles
@@ -98,3 +102,28 @@ def test_one_run_that_fails(url: str) -> None:
     curves.close()
     assert files.met == 1
     assert len(files.names()) == 6  # of two workers, and four of both
+
+
+def test_custom_scalars(tmp_path: Path) -> None:
+    """The layout has charts only for values that exist, and none before there are any."""
+    curves = ReplicaCurves(open_files(tmp_path))
+    assert layouts_in(tmp_path) == []
+    curves.add([StepReport(0, "worker-0", 1, 1, 0.1, (), memory_bytes=1)])
+    curves.close()
+    [layout] = layouts_in(tmp_path)
+    [category] = layout.category
+    assert category.title == "Distplug: replicas and workers"
+    assert [chart.title for chart in category.chart] == ["memory_mb", "step_ms"]
+    assert category.chart[0].multiline.tag == ["^distplug/memory_mb$"]
+
+
+def layouts_in(folder: Path) -> list[layout_pb2.Layout]:
+    found = []
+    for run in folder.iterdir():
+        events = EventAccumulator(str(run))
+        events.Reload()
+        if CONFIG_SUMMARY_TAG in events.Tags()["tensors"]:
+            *_, last = events.Tensors(CONFIG_SUMMARY_TAG)
+            text = tensor_util.make_ndarray(last.tensor_proto).item()
+            found.append(layout_pb2.Layout.FromString(text))
+    return found

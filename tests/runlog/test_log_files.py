@@ -270,8 +270,7 @@ def test_length_of_notes(text: bytes, files: Files) -> None:
 
 
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is nothing to tell for long, it is told that somebody is there, once the log has
-    begun."""
+    """A log without other lines says that its writer is alive; readers keep the last such line."""
     monkeypatch.setattr(log_files, "_BEAT_SECS", 0.01)
     asked = threading.Semaphore(0)
 
@@ -285,8 +284,12 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert asked.acquire(timeout=30)
     written.close()
+    [path] = (tmp_path / RUN / "log").iterdir()
+    last = path.read_bytes().splitlines()[-1]
+    assert path.read_bytes().count(b'"event":"beat"') >= 2
     [fit], _ = read(open_files(tmp_path), RUN)
-    assert len([each for each in fit.entries if isinstance(each.event, events.Beat)]) >= 2
+    [beats] = [each for each in fit.entries if isinstance(each.event, events.Beat)]
+    assert beats == from_line(last)
 
 
 def test_beside(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Shown(HTMLParser):
     def handle_data(self, data: str) -> None:
         if "td" in self._open[-3:] or "th" in self._open[-3:]:
             self.tables[self._name][-1][-1] += data
-        if "dt" in self._open[-2:] or "dd" in self._open[-2:]:
+        if ("dt" in self._open[-3:] or "dd" in self._open[-3:]) and "small" not in self._open[-3:]:
             self.cards[-1] += data
         if "li" in self._open[-4:]:
             self.legend[-1] += data

@@ -1,0 +1,338 @@
+"""The judgement of the first screen: the right state at the right time, and the answers to the
+questions of an engineer on call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support import logged
+
+from keras_distplug.core import events
+from keras_distplug.core.events import SUPERVISOR, Entry, Event, Window
+from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.runlog.incident_groups import Place
+from keras_distplug.runlog.run_state import State
+from keras_distplug.runlog.summary import judged
+from keras_distplug.runlog.verdict import Verdict
+from keras_distplug.storage.survey import Looked
+
+BEGIN = 1000.0
+STEPS = 10  # of a window, which takes a second
+
+
+def worker(
+    windows: int = 30,
+    *more: tuple[float, Event],
+    rank: int = 0,
+    workers: int = 1,
+    job: str | None = None,
+    steps_per_epoch: int | None = 1000,
+    begin: float = BEGIN,
+    attempt: int = 0,
+    first_step: int = 0,
+    window_s: float = 1.0,
+) -> Fit:
+    """A worker's fit; `more` are events with their seconds since the last window."""
+    began = events.Began(
+        f"session-{attempt}", rank, workers, workers, f"node-{rank}", 1, "Strategy", 4, first_step,
+        {}, True, steps_per_epoch,
+    )  # fmt: skip
+    told: list[tuple[float, Event]] = [(begin, began)]
+    for number in range(1, windows + 1):
+        secs = {"step": window_s} if number > 1 else {"start_up": 1.0}
+        at, step = begin + number * window_s, first_step + STEPS * number
+        told.append((at, Window(step, STEPS, 0, secs, window_s / STEPS, loss=1 / step)))
+    last = told[-1][0]
+    told += [(last + after, event) for after, event in more]
+    entries = tuple(Entry(at, f"worker-{rank}", event, job, attempt) for at, event in told)
+    return Fit(began, entries)
+
+
+def beat(idle_s: float, doing: str = "step", step: int = 300) -> events.Beat:
+    return events.Beat(step, doing, idle_s)
+
+
+def judge(
+    fits: Sequence[Fit],
+    now: float,
+    supervised: Sequence[Entry] = (),
+    checkpoints: Any = None,
+    **more: Any,
+) -> Verdict:
+    place = Place("/runs/mnist", "run-0001")
+    return judged(fits, supervised, now, checkpoints, place, **more).verdict
+
+
+def said(after: float, event: Event, attempt: int = 0) -> Entry:
+    """A supervisor's event, so many seconds after the last window."""
+    return Entry(BEGIN + 30 + after, SUPERVISOR, event, "j", attempt)
+
+
+def failed(code: int = 137) -> events.Failed:
+    return events.Failed("worker-0", "FAILED", code, "worker-0 was killed by SIGKILL")
+
+
+END = BEGIN + 30
+
+
+@pytest.mark.parametrize(
+    ("after", "state", "heard"),
+    [
+        (11.5, State.TRAINING, "good"),
+        (12.5, State.SILENT, "good"),
+        (15.5, State.SILENT, "warn"),
+        (59.0, State.SILENT, "warn"),
+        (61.0, State.DEAD, "bad"),
+    ],
+)
+def test_silence(after: float, state: State, heard: str) -> None:
+    found = judge([worker()], END + after)
+    assert (found.state, found.heard_level) == (state, heard)
+    assert found.heard_at == END
+    if state is not State.TRAINING:
+        assert found.since == END
+        assert found.where == ("worker-0 on node-0",)
+
+
+def test_changes_without_news() -> None:
+    """The page asks again when the state may have changed, and not before."""
+    for after, until in ((1.0, 12.0), (13.0, 15.0), (20.0, 60.0)):
+        assert judge([worker()], END + after).until == END + until
+    assert judge([worker()], END + 100).until == float("inf")
+
+
+def test_store() -> None:
+    """A log in a store arrives late: silence is judged as much later."""
+    assert judge([worker()], END + 80, delay_secs=70).state is State.TRAINING
+    assert judge([worker()], END + 90, delay_secs=70).state is State.SILENT
+    assert judge([worker()], END + 140, delay_secs=70).state is State.DEAD
+
+
+@pytest.mark.parametrize(
+    ("beaten", "state"),
+    [
+        (beat(5.0), State.TRAINING),
+        (beat(12.0), State.STALLED),
+        (beat(60.0, "evaluation"), State.TRAINING),
+        (beat(60.0, "other"), State.TRAINING),
+        (beat(130.0, "other"), State.STALLED),
+        (events.Beat(), State.TRAINING),  # of an earlier version
+    ],
+)
+def test_heartbeats_without_steps(beaten: events.Beat, state: State) -> None:
+    found = judge([worker(30, (5.0, beaten))], END + 6)
+    assert found.state is state
+    if state is State.STALLED:
+        assert found.since == pytest.approx(END + 5 - (beaten.idle_s or 0))
+
+
+def test_slow_steps_are_no_stall() -> None:
+    """Steps of 6 s may take a minute once in a while."""
+    fit = worker(10, (5.0, beat(20.0)), window_s=60.0)
+    assert judge([fit], fit.ends_at + 1).state is State.TRAINING
+
+
+def test_worker_that_others_wait_for() -> None:
+    """It is named: the one that is elsewhere, or the one that says nothing any more."""
+    waits = worker(30, (20.0, beat(20.0)), workers=2)
+    elsewhere = worker(30, (20.0, beat(20.0, "other")), rank=1, workers=2)
+    found = judge([waits, elsewhere], END + 21)
+    assert (found.state, found.where) == (State.STALLED, ("worker-1 on node-1",))
+    silent = worker(30, rank=1, workers=2)
+    found = judge([waits, silent], END + 21)
+    assert (found.state, found.where) == (State.STALLED, ("worker-1 on node-1",))
+    assert found.cause == "no word from worker-1 on node-1"
+    assert (found.advice, found.command) == (
+        "Look at the process on node-1:",
+        "py-spy dump --pid 1",
+    )
+
+
+def test_hang() -> None:
+    """HangWatchdog's report counts at once, until steps are trained again."""
+    hang = events.Hung("worker-1 does not take part in step 301")
+    found = judge([worker(30, (2.0, hang), job="j")], END + 3, [said(-40, STARTED)])
+    assert (found.state, found.level, found.cause) == (State.STALLED, "bad", hang.what)
+    assert found.advice == "Read the stack traces of all workers, in /runs/mnist/hangs."
+    assert found.recovery.startswith("yes, from the start, once HangWatchdog")
+    resumed = Window(310, 10, 0, {"step": 1.0})
+    assert judge([worker(30, (2.0, hang), (3.0, resumed))], END + 4).state is State.TRAINING
+
+
+STARTED = events.Started(("worker-0",), (0,))
+
+
+@pytest.mark.parametrize(
+    ("supervised", "now", "state", "recovery"),
+    [
+        ([said(1, failed())], 1.5, State.DEAD, "yes"),
+        ([said(1, failed()), said(2, events.Again(5.0, (0,)), 0)], 3, State.RESTARTING, "yes"),
+        ([said(1, failed()), said(2, events.Again()), said(3, STARTED, 1)], 60, State.RESTARTING,
+         "yes"),
+        ([said(1, failed()), said(2, STARTED, 1)], 2000, State.DEAD, "no"),
+        ([said(1, failed())], 2000, State.DEAD, "no"),
+        ([said(1, failed()), said(2, events.Ended(1, "too many restarts"))], 9999, State.FAILED,
+         "no: the supervisor has given up"),
+        ([said(-29.5, events.Training(5.0, "a kill"))], 1, State.TRAINING, "yes"),
+    ],
+)  # fmt: skip
+def test_supervisor_knows_more(
+    supervised: list[Entry], now: float, state: State, recovery: str
+) -> None:
+    found = judge([worker(job="j")], END + now, [said(-40, STARTED), *supervised])
+    assert found.state is state
+    assert found.recovery.startswith(recovery)
+    if state in (State.DEAD, State.FAILED, State.RESTARTING):
+        assert found.where == ("worker-0 on node-0",)
+        assert found.heard_level == "bad"
+
+
+def test_error_of_a_worker() -> None:
+    """The supervisor knows its exit code, and the log what it raised."""
+    raised = events.Raised("ValueError: no room")
+    told = [said(-40, STARTED), said(1, failed(1)), said(2, events.Ended(1, "gave up"))]
+    found = judge([worker(30, (0.5, raised), job="j")], END + 3, told)
+    assert found.cause == "worker-0 was killed by SIGKILL: ValueError: no room; gave up"
+    assert found.advice.startswith("Fix the error")
+
+
+def test_being_started() -> None:
+    assert judge([], BEGIN, [said(-31, STARTED)]).state is State.STARTING
+    begun = judge([worker(0)], BEGIN + 5)
+    assert (begun.state, begun.level) == (State.STARTING, "good")
+
+
+@pytest.mark.parametrize(
+    ("event", "state"),
+    [
+        (events.Finished(300, 4), State.FINISHED),
+        (events.Preempted("SIGTERM", "worker-0"), State.STOPPED),
+        (events.Raised("ValueError: no room"), State.FAILED),
+        (events.PeerLost("worker-1"), State.DEAD),
+    ],
+)
+def test_ends(event: Event, state: State) -> None:
+    """What a worker says of its end stays the state, however long ago it was."""
+    for after in (1, 1_000_000):
+        found = judge([worker(30, (0.5, event))], END + after)
+        assert (found.state, found.since, found.has_ended) == (state, END + 0.5, True)
+        assert found.until == float("inf")
+
+
+def test_other_worker_says_so() -> None:
+    """A worker that died says nothing; another one that has lost it does."""
+    survivor = worker(30, (10.0, events.PeerLost("worker-1 on node-1")), workers=2)
+    found = judge([survivor, worker(30, rank=1, workers=2)], END + 11)
+    assert (found.state, found.where) == (State.DEAD, ("worker-1 on node-1",))
+
+
+def test_slow() -> None:
+    """Compared with its own past, or because of a straggler, until that has recovered."""
+    windows = [(float(n), Window(300 + n, 1, 0, {"step": 1.0}, 1.0)) for n in range(1, 31)]
+    found = judge([worker(100, *windows)], END + 101)
+    assert found.progress.relative_speed == pytest.approx(0.1)
+    assert (found.state, found.slow[:4]) == (State.SLOW, "10 %")
+    slow = events.SlowReplica("compute", 0, "worker-0 on node-0", 0.2, 0, 0.1, False, "it is slow")
+    found = judge([worker(30, (0.5, slow))], END + 1)
+    assert (found.state, found.slow, found.where) == (
+        State.SLOW,
+        "it is slow",
+        ("worker-0 on node-0",),
+    )
+    assert "worker-0 on node-0" in found.advice
+    over = dataclasses.replace(slow, is_over=True)
+    told = [(0.1, slow), (0.2, over), (0.3, slow), (0.4, slow)]
+    assert judge([worker(30, *told)], END + 1).groups[0].count == 2
+    assert judge([worker(30, *told, (0.9, over))], END + 1).state is State.TRAINING
+    again = worker(5, begin=END + 10, attempt=1)
+    assert judge([worker(30, *told), again], END + 16).state is State.TRAINING
+
+
+def test_slow_callbacks_are_not_slow_training() -> None:
+    windows = [
+        (float(n), Window(300 + n, 10, 0, {"step": 0.5, "other": 5.0}, 0.1)) for n in range(1, 31)
+    ]
+    assert judge([worker(100, *windows)], END + 101).state is State.TRAINING
+
+
+def test_progress() -> None:
+    """Steps and epochs of how many, speed, time left and loss."""
+    found = judge([worker()], END + 1).progress
+    assert (found.step, found.steps, found.epoch, found.epochs) == (300, 4000, 1, 4)
+    assert found.speed == pytest.approx(10)
+    assert found.left_secs == pytest.approx(370)
+    assert found.loss == pytest.approx(1 / 300)
+    ended = events.EpochEnded(0, 300, {"loss": 0.5, "val_loss": 0.75})
+    fit = worker(30, (0.1, ended), steps_per_epoch=None)
+    found = judge([fit], END + 1).progress
+    assert found.steps == 1200  # the first epoch has shown how many an epoch has
+    assert dict(found.logs)["val_loss"] == 0.75
+    assert judge([worker(steps_per_epoch=None)], END + 1).progress.steps is None
+    restored = events.Restored(500, 1, 200, "there")
+    again = worker(2, (0.1, restored), first_step=500, steps_per_epoch=300)
+    assert judge([again], END).progress.steps == 1200
+
+
+def left_out(batch: int = 17, variable: str = "dense/kernel") -> events.UpdateLeftOut:
+    what = f"batch {batch}: the gradient of {variable} has a NaN"
+    return events.UpdateLeftOut(0, batch, 1, (1,), ("worker-1 on a",), variable, what=what)
+
+
+def test_groups() -> None:
+    """Equal incidents are one group, the newest group is first, and each says what to do."""
+    save = events.SaveFailed(10, 1, False, "[Errno 28] No space left on device")
+    told = [left_out(n) for n in range(5)] + [save, left_out(9, "other")]
+    fit = worker(30, *((0.1 * n, event) for n, event in enumerate(told)))
+    other, failed_save, first = judge([fit], END + 1).groups
+    assert (first.title, first.count, first.replicas) == ("NaN in `dense/kernel`", 5, (1,))
+    assert (first.first_at, first.last_at) == (END, pytest.approx(END + 0.4))
+    assert first.command == "keras-distplug replay /runs/mnist"
+    assert "epoch-1-batch-5-replica-1" in first.advice
+    assert other.title == "NaN in `other`"
+    assert "No space left on device" in failed_save.advice
+    assert judge([fit], END + 1).command == "keras-distplug replay /runs/mnist"
+
+
+def test_command_lines_are_quoted() -> None:
+    assert Place("/my runs/a'b").command("replay") == "keras-distplug replay '/my runs/a'\"'\"'b'"
+
+
+def test_eight_questions() -> None:
+    """Which worker, since when, what was lost, is a checkpoint safe, what is the cause, does it
+    recover on its own, what is slow, what next: after a kill."""
+    fits, supervised, _ = logged.fits(4, 100)
+    first = [fit for fit in fits if fit.began.session == "session-0"]
+    supervised = supervised[:2]
+    now = supervised[1].at + 5
+    looked = {1000: Looked("committed", True), 500: Looked("committed", True)}
+    found = judged(first, supervised, now, looked, Place("/runs/mnist", "run-0001"))
+    shown = found.verdict
+    assert shown.where == ("worker-1 on node-1",)
+    assert shown.since == supervised[1].at
+    assert shown.lost == "nothing since the last checkpoint"
+    assert found.last_checkpoint is not None
+    assert (found.last_checkpoint["step"], found.last_checkpoint["verified"]) == (1000, "sizes")
+    assert shown.cause == "worker-1 was killed"
+    assert shown.recovery == "yes: the supervisor restarts the workers, from step 1000"
+    assert shown.slow.startswith("nothing")
+    assert shown.advice == "Wait: the supervisor decides about a restart."
+    without = judged(first, supervised, now, {500: Looked("committed", True)}).verdict
+    assert without.lost == "at least 500 steps (since checkpoint 500)"
+
+
+def test_supervisor_that_is_gone() -> None:
+    """It would have reported that all workers are silent: nobody restarts them."""
+    found = judge([worker(job="j")], END + 100, [said(-40, STARTED)])
+    assert (found.state, found.has_ended) == (State.DEAD, True)
+    assert found.recovery.startswith("no")
+    assert not judge([worker(job="j")], END + 50, [said(-40, STARTED)]).has_ended
+
+
+def test_unsupervised() -> None:
+    found = judge([worker()], END + 100)
+    assert found.recovery.startswith("no: no supervisor. A restart")
+    assert found.lost == "at least 300 steps (there is no checkpoint)"
+    assert "alive" in found.advice
