@@ -1,8 +1,11 @@
-"""Documents avoid phrases that read as a translation."""
+"""Documents, docstrings, comments and messages avoid phrases that read as a translation."""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,12 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+
+CODE = [
+    path
+    for folder in ("keras_distplug", "examples", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 REMEDIES = {
     r"\bto the bit\b": "bit for bit, bit-identical",
@@ -62,6 +71,82 @@ def complaints(name: str, text: str) -> Iterator[str]:
         for pattern, remedy in PATTERNS.items():
             for found in pattern.finditer(line):
                 yield f"{name}:{number}: {found[0]!r}: write instead: {remedy}"
+
+
+# Docstrings say what a function does or returns, not what it is about.
+_HEADLESS = re.compile(r"(?:As|Of|Whether|What|Who|Whose)\b")
+
+
+def prose_in_code(text: str) -> Iterator[tuple[int, str]]:
+    """Docstrings, comments and messages of a module, each with its line."""
+    for node in ast.walk(ast.parse(text)):
+        # Messages have several words; names, tags and keys have one.
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, " ".join(node.value.split())
+    comments: list[str] = []
+    first = last = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1 and comments:
+                yield first, " ".join(comments)
+                comments = []
+            first = token.start[0] if not comments else first
+            comments.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield first, " ".join(comments)
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """The docstrings of a module, each with its line."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found = ast.get_docstring(node)
+            if found is not None:
+                yield node.body[0].lineno, found
+
+
+def complaints_of_code(name: str, text: str) -> Iterator[str]:
+    for number, sentences in prose_in_code(text):
+        for each in complaints(name, sentences):
+            yield each.replace(":1: ", f":{number}: ", 1)
+    for number, found in docstrings(text):
+        if _HEADLESS.match(found):
+            yield f"{name}:{number}: {found[:40]!r}: start with a verb"
+
+
+def _folder_of(path: Path) -> str:
+    return "/".join(path.relative_to(ROOT).parent.parts[:2])
+
+
+@pytest.mark.parametrize("folder", sorted(set(map(_folder_of, CODE))))
+def test_wording_of_code(folder: str) -> None:
+    """No docstring, comment or message contains one of the phrases."""
+    found = [
+        complaint
+        for path in CODE
+        if _folder_of(path) == folder
+        for complaint in complaints_of_code(str(path.relative_to(ROOT)), path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_prose_in_code() -> None:
+    """Phrases in docstrings, comments over several lines and messages are found with their line."""
+    text = (
+        "def function():\n"
+        '    """Of nobody."""\n'
+        "    # This goes\n"
+        "    # on.\n"
+        "    raise ValueError(f'{1} is\\ntold')\n"
+        "    return 'nobody'\n"
+    )
+    found = [each.partition(": write instead")[0] for each in complaints_of_code("a.py", text)]
+    assert sorted(found) == [
+        "a.py:2: 'Of nobody.': start with a verb",
+        "a.py:2: 'nobody'",
+        "a.py:3: 'goes on'",
+        "a.py:5: 'is told'",
+    ]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
