@@ -296,7 +296,7 @@ def kept_in(folder: Path) -> list[tuple[incident_files.Incident, Any]]:
     return [incident_files.read(files, name) for name in incident_files.names(files)]
 
 
-def test_replayed_batch(tmp_path: Path) -> None:
+def test_looked_into(tmp_path: Path) -> None:
     """A batch that is left out is computed once more, told with what is not finite first, and kept
     as it was; the training is none the wiser."""
     heard = Heard()

@@ -120,7 +120,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "optimizer", "compiled"), CASES)
-def test_skipped_update(strategy: str, optimizer: str, compiled: dict[str, Any]) -> None:
+def test_left_out(strategy: str, optimizer: str, compiled: dict[str, Any]) -> None:
     """Without a fault, not a bit changes. With one, the training is that without the batch: its
     weights, the statistics of BatchNormalization, the optimizer's state, the metrics."""
 
