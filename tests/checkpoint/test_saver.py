@@ -46,7 +46,7 @@ def test_background() -> None:
     assert saver.finished() == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="niceness is a process's there")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, niceness is set per process")
 def test_training_comes_first() -> None:
     """The thread that saves, and those that it starts, have a lower priority; the others do not."""
     found = []

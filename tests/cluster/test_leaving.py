@@ -70,7 +70,7 @@ def test_hanging_last_words() -> None:
     assert "last words" not in printed
 
 
-def test_preempted_together() -> None:
+def test_told_to_go() -> None:
     """Who leaves with a code of ours leaves with that one, and nothing can keep it."""
     ended, printed = run(f"{ENDLESS}leaving.with_code(143)\nsys.exit(143)")
     assert (ended, printed) == (143, "last words\n")

@@ -350,7 +350,7 @@ def test_finished_already(tmp_path: Path) -> None:
     assert len(logged(tmp_path)) == 1
 
 
-def test_skipped_update(tmp_path: Path) -> None:
+def test_left_out(tmp_path: Path) -> None:
     """An update that is not applied, with the replica and the variable it came from."""
     x = small.X.copy()
     x[8:16] = np.nan
@@ -414,7 +414,7 @@ def test_damaged(tmp_path: Path) -> None:
     assert second.began.step == 4
 
 
-def test_preempted_together(tmp_path: Path) -> None:
+def test_told_to_go(tmp_path: Path) -> None:
     """Why, to whom, and with which checkpoint."""
     handler = kd.PreemptionHandler(exit=False, cloud=False)
 
