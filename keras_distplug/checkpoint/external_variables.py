@@ -27,7 +27,7 @@ _IS_DRAWN_ONCE = (
     "run draws another one. Draw with keras.random or tf.random"
 )
 _HAS_NO_SEED = (
-    "has no seed. Call keras.utils.set_random_seed(1) before the model and its data are made"
+    "has no seed. Call keras.utils.set_random_seed(1) before you create the model and its data"
 )
 
 

@@ -55,7 +55,7 @@ class Saving(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Resuming(Shown):
-    """What the script may have changed since the checkpoint, and what a new run starts from.
+    """Settings for resuming: the allowed changes of the script, and the start of a new run.
 
     Example:
 

@@ -187,7 +187,7 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
         if below := _children(files):
             listed = ", ".join(below[:_MOST_NAMES]) + (", ..." if len(below) > _MOST_NAMES else "")
             return NoCheckpointError(
-                f"{where} holds no run of its own, but these trainings: {listed}. Give one of "
+                f"{where} holds no run itself, but these trainings: {listed}. Give one of "
                 f"them, such as {where.rstrip('/')}/{below[0]}, or list all of them with "
                 "`keras-distplug ls`."
             )

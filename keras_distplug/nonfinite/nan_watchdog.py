@@ -265,7 +265,7 @@ class NaNWatchdog(Watchdog):
         places = self._step_indices(steps)
         own = [self._diagnose_step(*each) for each in zip(steps, places, strict=True)]
         said = self._agreement.gather(
-            "left out", json.dumps([[asdict(each) for each in step] for step in own])
+            "skipped updates", json.dumps([[asdict(each) for each in step] for step in own])
         )
         of_workers = [json.loads(text) for text in said]
         expected = 0

@@ -224,7 +224,7 @@ class PreemptionHandler(Watchdog):
     def _on_lost(self, error: AgreementError) -> None:
         """Logs a failure to agree. Called from a thread."""
         if isinstance(error.__cause__, ConnectionError):
-            return  # a lost worker ends `fit` with an error of its own
+            return  # a lost worker ends `fit` with its own error
         announce(f"the workers could not agree on a step to stop at: {error}")
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:

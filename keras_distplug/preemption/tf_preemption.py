@@ -39,7 +39,7 @@ class TfPreemptionNotice:
             in_background(self._end_listening).join(_CLOSING_S)
 
     def _listen(self) -> None:
-        # The connection is lost only with a worker, which ends `fit` with an error of its own.
+        # The connection is lost only with a worker, which ends `fit` with its own error.
         with contextlib.suppress(ConnectionError):
             notice = self._store.get(NOTICE_KEY, None)
             if notice != _CLOSED and not self._closed.is_set():

@@ -47,7 +47,7 @@ _NAMES = [f"{what}_{how}" for what in (*OF_REPLICAS, *OF_WORKERS) for how in SPR
 
 
 class ReplicaMetrics(Watchdog):
-    """Records metrics of every replica and every worker, and how far they differ.
+    """Records metrics of every replica and every worker, and by how much they differ.
 
     The logs of `fit` are aggregated over all replicas. This callback measures every replica
     before gradients are summed, in windows of steps that the chief collects in a thread:

@@ -26,7 +26,7 @@ from keras_distplug.step.step_reports import StepReport
 from keras_distplug.step.step_windows import OwnWindows, StepWindows, failure_announcer
 
 _LEAST_EVERY_SECS = 1.0  # the shortest interval at which a worker measures its network
-_SECS_PER_WORKER = 0.25  # per worker besides the chief, if that makes the interval longer
+_SECS_PER_WORKER = 0.25  # per worker other than the chief, if that makes the interval longer
 
 
 class StragglerWatchdog(Watchdog):
@@ -46,12 +46,12 @@ class StragglerWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
     ```
 
-    - It is part of `defaults()`; an instance of your own replaces the default. With a single
+    - It is part of `defaults()`; your own instance replaces the default. With a single
       replica, there is nothing to compare.
     - A layer that communicates with other replicas within the step, such as a synchronized
       `BatchNormalization`, makes all replicas as slow as the slowest, which hides the straggler.
     - If the chief's network is slow, the connections of all other workers are. With only one worker
-      besides the chief, its network is compared with its own past, so it is only detected if it
+      other than the chief, its network is compared with its own past, so it is only detected if it
       becomes slow during training.
     - Replicas that are logical devices of one CPU share its cores, which makes their times noisy.
       **Not verified on GPU**, where Python sees a gradient only after it has been copied to the

@@ -30,7 +30,7 @@ class Straggler:
         replica: The replica's number among all replicas; None if the cause concerns the worker.
         own_s: Its time per step, in seconds.
         others_s: The median time of the others, in seconds; None if there are no others, as for the
-            network of the only worker besides the chief.
+            network of the only worker other than the chief.
         past_s: Its own median time before, in seconds; None if it has never been fast enough.
         is_over: True if it is as fast as the others again.
     """

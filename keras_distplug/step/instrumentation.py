@@ -55,20 +55,40 @@ class StepInstrument:
         return ()
 
     def before(self, step: ReplicaStep, batch: Any) -> Any:
-        """Returns the batch to train on, usually `batch`."""
+        """Returns the batch to train on, usually `batch`.
+
+        Args:
+            step: The step of this replica.
+            batch: The replica's part of the global batch, as Keras passes it to `train_step`.
+        """
         return batch
 
     def after_gradients(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        """Returns the replica's own gradients, one or None per variable, to be passed to the
-        all-reduce. With `jit_compile=True`, XLA compiles this hook's operations."""
+        """Returns the replica's gradients that enter the all-reduce, usually `gradients`.
+
+        With `jit_compile=True`, XLA compiles this hook's operations.
+
+        Args:
+            step: The step of this replica.
+            optimizer: The optimizer that will apply the gradients.
+            gradients: The replica's own gradients: one per variable, `None` for a variable without
+                one.
+        """
         return gradients
 
     def after_sum(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        """Returns the sum of all replicas' gradients, to be passed to the optimizer."""
+        """Returns the gradients that the optimizer applies, usually `gradients`.
+
+        Args:
+            step: The step of this replica.
+            optimizer: The optimizer that will apply the gradients.
+            gradients: The sums over all replicas: one per variable, `None` for a variable without
+                a gradient.
+        """
         return gradients
 
     def allows(
@@ -79,12 +99,27 @@ class StepInstrument:
         summed: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
-        """Returns True if the update should be applied, identically on all replicas; None for no
-        opinion. If it is not applied, the step's other assignments are undone, too."""
+        """Returns a boolean scalar, identical on all replicas: false skips the update.
+
+        If the update is skipped, the step's other assignments are undone, too. `None` is no
+        opinion.
+
+        Args:
+            step: The step of this replica.
+            optimizer: The optimizer that is about to apply the gradients.
+            own: The replica's own gradients: one per variable, `None` for a variable without one.
+            summed: Their sums over all replicas.
+            variables: The variables to update.
+        """
         return None
 
     def after(self, step: ReplicaStep, logs: Any) -> None:
-        """Called at the end of the step with its return value."""
+        """Called at the end of the step.
+
+        Args:
+            step: The step of this replica.
+            logs: The return value of `train_step`: usually a dictionary of metrics.
+        """
 
 
 Kind = TypeVar("Kind", bound=StepInstrument)

@@ -83,6 +83,9 @@ class ReplicaStep:
 
         Reading a gradient costs as much as everything else that instruments do, so every gradient
         is read only once.
+
+        Args:
+            gradients: One gradient per variable. `None` is ignored.
         """
         halves = []
         for gradient in gradients:
@@ -96,7 +99,11 @@ class ReplicaStep:
         return tf.sqrt(2 * tf.add_n(halves))
 
     def norm_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
-        """Returns the global norm of gradients that are identical on all replicas."""
+        """Returns the global norm of gradients that are identical on all replicas.
+
+        Args:
+            summed: One gradient per variable, as passed to `after_sum`. `None` is ignored.
+        """
         if not self.is_one_of_several:
             return self.norm(summed)
         context = tf.distribute.get_replica_context()

@@ -51,6 +51,10 @@ class Files(Protocol):
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         """Creates a file of `parts`, which is durable once this returns.
 
+        Args:
+            path: Where to create it. Its folder need not exist.
+            parts: The content, in order.
+
         Raises:
             FileExistsError: If the file exists; it is not changed.
             OSError: If writing fails; no file of this name exists then.
@@ -58,7 +62,12 @@ class Files(Protocol):
         ...
 
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
-        """Copies the local file `source`, which may be of any size, to `path`.
+        """Copies a local file to `path`.
+
+        Args:
+            source: The local file, of any size.
+            path: Where to create the copy. Its folder need not exist.
+            overwrite: True to replace an existing file.
 
         Raises:
             FileExistsError: If the file exists and `overwrite` is false; it is not changed.
@@ -67,7 +76,11 @@ class Files(Protocol):
         ...
 
     def copy(self, source: str, path: str) -> None:
-        """Copies the file `source` inside the storage, without sending its content again.
+        """Copies a file inside the storage, without sending its content again.
+
+        Args:
+            source: The path of the existing file.
+            path: Where to create the copy. Its folder need not exist.
 
         Raises:
             FileExistsError: If the file exists; it is not changed.
@@ -78,6 +91,9 @@ class Files(Protocol):
     def read(self, path: str) -> bytes:
         """Returns the content of a file.
 
+        Args:
+            path: The path of the file.
+
         Raises:
             FileNotFoundError: If it does not exist; `read_into` and `size` raise it, too.
         """
@@ -86,22 +102,41 @@ class Files(Protocol):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fills `buffer` with the file's bytes from `offset`.
 
+        Args:
+            path: The path of the file.
+            offset: Where to start, in bytes.
+            buffer: Where to write the bytes.
+
         Returns:
             The number of bytes read; less than the size of `buffer` only at the end of the file.
         """
         ...
 
     def size(self, path: str) -> int:
-        """Returns the size of a file in bytes."""
+        """Returns the size of a file in bytes.
+
+        Args:
+            path: The path of the file.
+        """
         ...
 
     def names(self, folder: str = "") -> list[str]:
-        """Returns the sorted names of the files and folders in `folder`; empty if there is no such
-        folder."""
+        """Returns the names of the files and folders in a folder.
+
+        Args:
+            folder: The path of the folder. Defaults to the folder of these files itself.
+
+        Returns:
+            The sorted names; empty if there is no such folder.
+        """
         ...
 
     def delete(self, path: str) -> None:
-        """Deletes a file, or a folder with its contents. Does nothing if it does not exist."""
+        """Deletes a file, or a folder with its contents. Does nothing if it does not exist.
+
+        Args:
+            path: The path of the file or folder.
+        """
         ...
 
     def delete_if_empty(self) -> None:
@@ -109,7 +144,11 @@ class Files(Protocol):
         ...
 
     def where(self, path: str = "") -> str:
-        """Returns the name of `path` for messages: its URL, or its path on this machine."""
+        """Returns the name of `path` for messages: its URL, or its path on this machine.
+
+        Args:
+            path: The path of a file or folder. Defaults to the folder of these files itself.
+        """
         ...
 
 

@@ -57,6 +57,13 @@ def sections(text: str) -> dict[str, str]:
     return {name: "\n".join(lines).strip() for name, lines in found.items()}
 
 
+def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
+    if getattr(found, "_is_protocol", False):
+        return []  # nothing creates it
+    parameters = inspect.signature(found).parameters.values()
+    return [each for each in parameters if each.name not in ("self", "cls")]
+
+
 def problems(found: Callable[..., Any]) -> list[str]:
     """What the docstring lacks."""
     text = inspect.getdoc(found)
@@ -67,9 +74,7 @@ def problems(found: Callable[..., Any]) -> list[str]:
     if not re.match(r"[A-Z`].*[.:]$", parts[""].partition("\n\n")[0].replace("\n", " ")):
         lacking.append("the purpose is not a sentence")
     arguments = parts.get("Args", "") + "\n" + parts.get("Attributes", "")
-    for parameter in inspect.signature(found).parameters.values():
-        if parameter.name in ("self", "cls"):
-            continue
+    for parameter in _parameters(found):
         named = re.search(
             rf"(?m)^\s*(?:[\w*`, ]+, )?\**{re.escape(parameter.name)}\b.*:", arguments
         )

@@ -47,7 +47,7 @@ def _thread() -> threading.Thread:
 
 
 def _hand_over(parts: list[Any]) -> None:
-    # The list itself is handed over, because whoever releases the last reference to a part waits.
+    # The list itself is handed over, because releasing the last reference to a part takes time.
     # The garbage collector may call this at any point, so nothing here may take a lock.
     if _thread().is_alive():
         _parts.put(parts)
