@@ -158,7 +158,7 @@ def advised(dataset: tf.data.Dataset, workers: int = 2, epochs: int = 3) -> list
         ),
         (
             lambda: D.range(90).shuffle(3).map(lambda i: i).batch(8),
-            r"`shuffle\(buffer_size=3\)` mixes 3 .* the 8 of a batch",
+            r"`shuffle\(buffer_size=3\)` mixes only 3 .* the 8 of a batch",
         ),
         (lambda: D.range(90).shuffle(90).cache().batch(4), "`shuffle` comes before `cache`"),
         (lambda: images().batch(4), r"`map` decodes .*\(DecodeJpeg\).* 1 MB"),
