@@ -32,7 +32,7 @@ from keras_distplug.preemption.notices.notice import Notice
 from keras_distplug.preemption.notices.watcher import Watcher
 from keras_distplug.preemption.requeue import Requeue
 from keras_distplug.preemption.signal_watch import SignalWatch
-from keras_distplug.preemption.stopping import Cause, Stop, StopTogether
+from keras_distplug.preemption.stopping import Cause, CollectiveStop, Stop
 from keras_distplug.preemption.tf_preemption import TfPreemptionNotice
 
 _EXIT_BARRIER_S = 60.0  # for other workers, whose save may have failed differently
@@ -141,7 +141,7 @@ class PreemptionHandler(Watchdog):
         self._fit = callback_list.Calling.now()
         self._stop = Stop()
         if self._role.world_size > 1:
-            self._stop = together = StopTogether(self._agreement.session("stop"), self._on_lost)
+            self._stop = together = CollectiveStop(self._agreement.session("stop"), self._on_lost)
             self._undo.append(together.close)
             if self._role.is_chief:
                 notice = TfPreemptionNotice(ServiceKeyValues(), self._on_tf_notice)
@@ -198,7 +198,7 @@ class PreemptionHandler(Watchdog):
                 "immediately"
             )
         at_unix_s = time.time() + self.grace_secs
-        self._stop.tell(Cause(signal.Signals(number).name, self._where, at_unix_s, is_user))
+        self._stop.request(Cause(signal.Signals(number).name, self._where, at_unix_s, is_user))
 
     def _exit_immediately(self) -> None:
         if self._role.world_size > 1:
@@ -214,12 +214,12 @@ class PreemptionHandler(Watchdog):
             announce(f"{what} on {self._where}; training continues")
             return
         at_unix_s = notice.at_unix_s or time.time() + self.grace_secs
-        self._stop.tell(Cause(what, self._where, at_unix_s))
+        self._stop.request(Cause(what, self._where, at_unix_s))
 
     def _on_tf_notice(self, worker: str) -> None:
         """Handles a notice of TensorFlow. Called from a thread."""
         what, at_unix_s = "TensorFlow's preemption notice", time.time() + self.grace_secs
-        self._stop.tell(Cause(what, worker, at_unix_s))
+        self._stop.request(Cause(what, worker, at_unix_s))
 
     def _on_lost(self, error: AgreementError) -> None:
         """Logs a failure to agree. Called from a thread."""

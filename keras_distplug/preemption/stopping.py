@@ -41,7 +41,7 @@ class Stop:
     def __init__(self) -> None:
         self._cause: Cause | None = None
 
-    def tell(self, cause: Cause) -> None:
+    def request(self, cause: Cause) -> None:
         """Makes all workers stop soon. Only the first call has an effect. Never blocks."""
         self._cause = self._cause or cause
 
@@ -53,7 +53,7 @@ class Stop:
         return self._cause
 
 
-class StopTogether(Stop):
+class CollectiveStop(Stop):
     """Makes the workers of a cluster stop at the same point.
 
     The workers wait for one that does not answer: it may be frozen and recover. If messages cannot
@@ -75,7 +75,7 @@ class StopTogether(Stop):
         self._stop_at = 0
         self._mailbox = Mailbox(channel, self._agree, on_lost)
 
-    def tell(self, cause: Cause) -> None:
+    def request(self, cause: Cause) -> None:
         # A scheduler may notify all workers at the same time; one message to each is enough.
         self._mailbox.send_first(json.dumps(asdict(cause)))
 

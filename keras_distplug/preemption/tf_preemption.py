@@ -23,12 +23,12 @@ class TfPreemptionNotice:
 
     Args:
         store: Key-value store of the coordination service.
-        tell: Function called, from the thread, with the name of the preempted worker.
+        report: Function called, from the thread, with the name of the preempted worker.
     """
 
-    def __init__(self, store: KeyValues, tell: Callable[[str], object]) -> None:
+    def __init__(self, store: KeyValues, report: Callable[[str], object]) -> None:
         self._store = store
-        self._tell = tell
+        self._report = report
         self._closed = threading.Event()
         self._thread = in_background(self._listen)
         close_at_exit(self)
@@ -43,7 +43,7 @@ class TfPreemptionNotice:
         with contextlib.suppress(ConnectionError):
             notice = self._store.get(NOTICE_KEY, None)
             if notice != _CLOSED and not self._closed.is_set():
-                self._tell(task_name(notice))
+                self._report(task_name(notice))
                 self._store.delete(NOTICE_KEY)
 
     def _end_listening(self) -> None:

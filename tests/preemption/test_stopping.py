@@ -17,7 +17,7 @@ from keras_distplug.cluster import listeners  # noqa: E402
 from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.core.errors import AgreementError  # noqa: E402
-from keras_distplug.preemption.stopping import Cause, Stop, StopTogether  # noqa: E402
+from keras_distplug.preemption.stopping import Cause, CollectiveStop, Stop  # noqa: E402
 
 STEPS = 3000  # more than a message takes to arrive
 
@@ -31,7 +31,8 @@ class Cluster:
         self.lost: list[AgreementError] = []
         roles = [Role("worker", n, addresses, "a test") for n in range(workers)]
         self.stops = [
-            StopTogether(Channel(role, self.memory, "session/"), self.lost.append) for role in roles
+            CollectiveStop(Channel(role, self.memory, "session/"), self.lost.append)
+            for role in roles
         ]
         self.preempted = preempted or {}
         self.all_reduce = threading.Barrier(workers)
@@ -44,7 +45,7 @@ class Cluster:
         for step in range(1, STEPS + 1):
             self.all_reduce.wait(60)
             if self.preempted.get(worker) == step:
-                self.stops[worker].tell(cause(worker))
+                self.stops[worker].request(cause(worker))
             if (why := self.stops[worker].is_due()) is not None:
                 self.stopped[worker] = (step, why)
                 return
@@ -110,7 +111,7 @@ def test_waits_for_a_frozen_worker(
     clusters.append(cluster)
     frozen = cluster.stops[1]
     with frozen._lock:  # it cannot answer
-        cluster.stops[0].tell(cause(0))
+        cluster.stops[0].request(cause(0))
         assert cluster.memory.wait_for("keras_distplug/told/session/moment/0")
         assert not cluster.memory.wait_for("keras_distplug/told/session/stop", 0.3)
     assert cluster.memory.wait_for("keras_distplug/told/session/stop")
@@ -123,7 +124,7 @@ def test_lost_store(clusters: list[Cluster]) -> None:
     cluster = Cluster(2)
     clusters.append(cluster)
     cluster.memory.breaks_at = "keras_distplug/told/session/stop"
-    cluster.stops[0].tell(cause(0))
+    cluster.stops[0].request(cause(0))
     cluster.train()
     assert cluster.stopped == [(STEPS, None)] * 2
     assert len(cluster.lost) == 2
@@ -133,6 +134,6 @@ def test_alone() -> None:
     """A single process stops at the next opportunity, for the first cause."""
     stop = Stop()
     assert stop.is_due() is None
-    stop.tell(cause(0))
-    stop.tell(cause(1))
+    stop.request(cause(0))
+    stop.request(cause(1))
     assert stop.is_due() == cause(0)

@@ -33,17 +33,17 @@ def run(folder: Path, data: str, attempts: list[Attempt]) -> dict[str, np.ndarra
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def uninterrupted(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Steps, dict[str, np.ndarray]]]:
     @cache
-    def undisturbed(data: str) -> tuple[Steps, dict[str, np.ndarray]]:
+    def uninterrupted(data: str) -> tuple[Steps, dict[str, np.ndarray]]:
         """A single worker, from the first step to the last one."""
-        folder = tmp_path_factory.mktemp("undisturbed")
+        folder = tmp_path_factory.mktemp("uninterrupted")
         outcome = run(folder, data, [Attempt(1)])
         return noted(folder, Attempt(1), 0), outcome
 
-    return undisturbed
+    return uninterrupted
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def undisturbed(
 def test_changed(
     data: str,
     attempts: list[Attempt],
-    undisturbed: Callable[[str], tuple[Steps, dict[str, np.ndarray]]],
+    uninterrupted: Callable[[str], tuple[Steps, dict[str, np.ndarray]]],
     tmp_path: Path,
 ) -> None:
     """Killed mid-epoch, resumed by more workers, killed, and resumed by one worker.
@@ -70,7 +70,7 @@ def test_changed(
     equally or a replica gets none. No sample is repeated or skipped in an epoch. The result equals
     that of an uninterrupted training, except for rounding.
     """
-    expected, end = undisturbed(data)
+    expected, end = uninterrupted(data)
     assert list(expected) == list(range(EPOCHS * BATCHES))
     for epoch in range(EPOCHS):
         steps = range(epoch * BATCHES, (epoch + 1) * BATCHES)

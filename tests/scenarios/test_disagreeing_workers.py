@@ -49,16 +49,16 @@ def test_disagreeing(tmp_path: Path) -> None:
     chief, other = (json.loads((tmp_path / f"worker-{n}.json").read_text()) for n in range(2))
     assert {len(kinds) for kinds in chief.values()} == {len(SAID) + 3, len(SAID) + 1}
     for way, kinds in chief.items():
-        for kind, told in kinds.items():
+        for kind, reported in kinds.items():
             where = f"{way}: {kind}"
-            assert told["error"] == other[way][kind]["error"], where
+            assert reported["error"] == other[way][kind]["error"], where
             if kind in SAID:
                 said = SAID[kind] if isinstance(SAID[kind], tuple) else (SAID[kind],)
-                assert any(each in told["error"] for each in said), told["error"]
-                assert "Nothing was trained" in told["error"]
+                assert any(each in reported["error"] for each in said), reported["error"]
+                assert "Nothing was trained" in reported["error"]
                 continue
-            assert told["error"] is None, where
-            assert told["weights"] == other[way][kind]["weights"], where
+            assert reported["error"] is None, where
+            assert reported["weights"] == other[way][kind]["weights"], where
             # A variable created in the scope already has the chief's value.
             noted = None if (way, kind) == ("fit", "learning_rate") else NOTED.get(kind)
-            assert told["noted"] == ([] if noted is None else [f"the workers differ: {noted}"])
+            assert reported["noted"] == ([] if noted is None else [f"the workers differ: {noted}"])

@@ -26,7 +26,7 @@ def run(folder: Path, workers: int, *faults: Fault) -> list[Ended]:
     return run_workers([str(SCRIPT), str(folder)], workers, timeout_s=240)
 
 
-def came(folder: Path) -> list[tuple[int, str]]:
+def fired_faults(folder: Path) -> list[tuple[int, str]]:
     """Returns the faults that occurred, with their workers."""
     return [(each.index, each.who) for each in fault.fired(folder)]
 
@@ -49,7 +49,7 @@ def test_killed_during_writes(tmp_path: Path) -> None:
     for count in range(1, KILLS + 1):
         [ended] = run(tmp_path / "b", 1, *kills)
         assert ended.returncode == -signal.SIGKILL, ended.output
-        assert came(tmp_path / "b") == [(index, "worker-0") for index in range(count)]
+        assert fired_faults(tmp_path / "b") == [(index, "worker-0") for index in range(count)]
         assert "quarantined" not in ended.output
     [ended] = run(tmp_path / "b", 1, *kills)
     assert ended.returncode == 0, ended.output
@@ -68,7 +68,7 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
     full = fault.fails_to_write(1, at_step=8, saves=2)
     chief, other = run(tmp_path / "b", 2, full)
     assert (chief.returncode, other.returncode) == (0, 0), chief.output + other.output
-    assert came(tmp_path / "b") == [(0, "worker-1")]
+    assert fired_faults(tmp_path / "b") == [(0, "worker-1")]
     failed = r"A checkpoint failed \((\d) consecutive\).* The checkpoint of step (\d+) could not"
     assert re.findall(failed, chief.output) == [("1", "9"), ("2", "12")]
     assert "No space left on device" in chief.output
@@ -87,7 +87,7 @@ def test_one_worker_never_can(tmp_path: Path) -> None:
         assert each.returncode == 7, each.output
         assert "3 consecutive checkpoints could not be written" in each.output
         assert "No space left on device" in each.output
-    assert came(tmp_path) == [(0, "worker-1")]
+    assert fired_faults(tmp_path) == [(0, "worker-1")]
     ended = run(tmp_path, 2, full)
     for each in ended:
         assert each.returncode == 0, each.output

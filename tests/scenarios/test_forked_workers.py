@@ -37,8 +37,8 @@ def test_forked_after_a_kill(tmp_path: Path, workers: int) -> None:
         assert is_forked or "without the fork server" not in ended.output
         assert started == ([names] if fault == "none" else [[], names]), ended.output
         found[fault] = [np.load(folder / f"{index}.npz") for index in range(workers)]
-    for disturbed, undisturbed in zip(found["kill"], found["none"], strict=True):
-        assert disturbed.files == undisturbed.files
-        assert "weight_0" in disturbed.files
-        for name in disturbed.files:
-            assert disturbed[name].tobytes() == undisturbed[name].tobytes(), name
+    for killed, uninterrupted in zip(found["kill"], found["none"], strict=True):
+        assert killed.files == uninterrupted.files
+        assert "weight_0" in killed.files
+        for name in killed.files:
+            assert killed[name].tobytes() == uninterrupted[name].tobytes(), name

@@ -66,8 +66,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_sources(job: Job) -> None:
     """The log has every worker of every attempt, and the supervisor with the events of `--log`."""
-    told = [(each.began.rank, each.entries[0].attempt) for each in job.fits]
-    assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    reported = [(each.began.rank, each.entries[0].attempt) for each in job.fits]
+    assert sorted(reported) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert job.supervised == job.noted
     assert {entry.job for fit in job.fits for entry in fit.entries} == {job.noted[0].job}
     kinds = [type(entry.event).__name__ for entry in job.noted]
@@ -82,8 +82,8 @@ def test_attempts(job: Job) -> None:
     assert first.end is not None
     assert "worker-1 was killed by SIGKILL" in first.end
     assert (first.workers, second.workers) == (2, 2)
-    told = [entry.event for fit in job.fits for entry in fit.entries]
-    restored = [event.step for event in told if isinstance(event, events.Restored)]
+    reported = [entry.event for fit in job.fits for entry in fit.entries]
+    restored = [event.step for event in reported if isinstance(event, events.Restored)]
     assert restored == [second.first_step] * 2
     assert first.last_step - second.first_step == first.lost_steps
     assert (second.end, second.lost_steps) == ("finished", 0)

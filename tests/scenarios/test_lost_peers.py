@@ -91,9 +91,9 @@ def test_survivors(workers: int, death: Fault, way: str, options: str, tmp_path:
     fits, _ = log_files.read(open_files(tmp_path / "runs"), "run-0001")
     assert len(fits) == workers
     for fit in fits:
-        told = [each.event.who for each in fit.entries if isinstance(each.event, PeerLost)]
+        reported = [each.event.who for each in fit.entries if isinstance(each.event, PeerLost)]
         is_logged = fit.began.rank != lost and death.moment != "end"  # `fit` writes its log
-        assert [who[: len("worker-0 (")] for who in told] == [f"worker-{lost} ("] * is_logged
+        assert [who[: len("worker-0 (")] for who in reported] == [f"worker-{lost} ("] * is_logged
     for survivor in survivors:
         require_named(survivor, lost)
         if way in ("init", "distributed"):

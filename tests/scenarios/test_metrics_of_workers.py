@@ -96,6 +96,6 @@ def test_diverged(job: Job) -> None:
 def test_same_data(job: Job) -> None:
     """A dataset that is not split among the workers is reported once, and a split one is not."""
     numbers = ", ".join(map(str, range(job.workers)))
-    told = f"replicas: {numbers} received the same data"
-    assert job.output.count(told) == 1
+    reported = f"replicas: {numbers} received the same data"
+    assert job.output.count(reported) == 1
     assert job.output.count("received the same data") == 1

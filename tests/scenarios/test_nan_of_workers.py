@@ -43,7 +43,7 @@ def test_same_findings(found: list[dict[str, Any]]) -> None:
 def test_no_fault(found: list[dict[str, Any]]) -> None:
     """Training without faults is bit-identical with and without the watchdog."""
     bare, watched = found[0]["bare"], found[0]["watched"]
-    assert watched["told"] == []
+    assert watched["reported"] == []
     assert (watched["bits"], watched["history"]) == (bare["bits"], bare["history"])
 
 
@@ -51,15 +51,15 @@ def test_skipped_update(found: list[dict[str, Any]]) -> None:
     """NaN in a worker's samples is attributed to it, and the batch is skipped."""
     skip, absent = found[0]["skip"], found[0]["absent"]
     assert skip["culprits"] == [[WORKERS - 1]]
-    assert "batch 4: replica 1 (worker-1 on " in skip["told"][0]
+    assert "batch 4: replica 1 (worker-1 on " in skip["reported"][0]
     assert (skip["bits"], skip["history"]) == (absent["bits"], absent["history"])
 
 
 def test_replayed_batch(found: list[dict[str, Any]], shared: Path) -> None:
     """The worker that had the batch computes it again, alone, and saves its part."""
-    told = found[0]["skip"]["told"][0]
+    reported = found[0]["skip"]["reported"][0]
     origin = "the batch (1 of 36 values in `x` are not finite, first in sample 6 of 6)"
-    assert told.endswith(f"; NaN or Inf first appears in {origin}")
+    assert reported.endswith(f"; NaN or Inf first appears in {origin}")
     files = open_files(shared / "skip")
     [name] = incident_files.names(files)
     incident, (x, _) = incident_files.read(files, name)
@@ -73,7 +73,7 @@ def test_rollback(found: list[dict[str, Any]]) -> None:
     It does not repeat the batches since then.
     """
     back, absent = found[0]["back"], found[0]["absent since"]
-    assert [each.partition(":")[0] for each in back["told"]] == [
+    assert [each.partition(":")[0] for each in back["reported"]] == [
         f"epoch 1, batch {batch}" for batch in (6, 7)
     ]
     assert (back["bits"], back["history"]) == (absent["bits"], absent["history"])
@@ -85,4 +85,4 @@ def test_rollback_does_not_help(found: list[dict[str, Any]]) -> None:
     assert ended["error"].startswith(
         "2 consecutive updates skipped (non-finite values or outliers), and there is no che"
     )
-    assert len(ended["told"]) == 2
+    assert len(ended["reported"]) == 2

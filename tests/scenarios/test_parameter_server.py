@@ -144,12 +144,12 @@ def test_supervised(tmp_path: Path) -> None:
         os.kill(killed, signal.SIGKILL)
         done = len(batches(tmp_path)) - 1
         assert running.code(LIMIT_S) == 0, running.output
-    told = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    reported = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     alone = [
-        (each["worker"], each["exit_code"]) for each in told if each["event"] == "started_again"
+        (each["worker"], each["exit_code"]) for each in reported if each["event"] == "started_again"
     ]
     assert alone == [("worker-1", 137)]
-    failed = [each for each in told if each["event"] == "failed"]
+    failed = [each for each in reported if each["event"] == "failed"]
     assert (failed[0]["worker"], failed[0]["exit_code"]) == ("ps-0", 137)
     assert {each["attempt"] for each in failed} == {0}
     found = outcome(tmp_path)

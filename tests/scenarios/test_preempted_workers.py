@@ -35,14 +35,14 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         fault.write(folder, faults)
         ended = run_job([str(SCRIPT), str(folder)], workers, "--max-restarts", "0", timeout_s=300)
         assert ended.returncode == 0, ended.output
-        assert came(folder) == list(range(len(faults)))
+        assert fired_faults(folder) == list(range(len(faults)))
         outcomes = [dict(np.load(folder / f"outcome-worker-{w}.npz")) for w in range(workers)]
         return outcomes, ended.output
 
     return train
 
 
-def came(folder: Path) -> list[int]:
+def fired_faults(folder: Path) -> list[int]:
     """Returns the faults by their numbers; those of different workers occur in any order."""
     return sorted(each.index for each in fault.fired(folder))
 
@@ -103,7 +103,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     fault.write(tmp_path, [fault.preempt(signal.SIGTERM, worker=1, at_step=4)])
     ended = run_workers([str(SCRIPT), str(tmp_path)], 2, env=slurm.env, timeout_s=200)
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
-    assert came(tmp_path) == [0]
+    assert fired_faults(tmp_path) == [0]
     assert slurm.asked() == ["requeue 1234"]
     assert ended[0].output.count("job 1234 is in Slurm's queue again") == 1
 
@@ -128,7 +128,7 @@ def test_preemption_notice_of_tensorflow(preemption: Fault, tmp_path: Path) -> N
         timeout_s=200,
     )
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
-    assert came(tmp_path) == [0]
+    assert fired_faults(tmp_path) == [0]
     said = "TensorFlow's preemption notice to worker-1: training ends with the checkpoint of"
     assert ended[0].output.count(said) == 1
     assert not any("Fatal Python error" in each.output for each in ended)
@@ -139,7 +139,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     fault.write(tmp_path, [fault.preempt(signal.SIGINT, worker=1, at_step=4)])
     ended = run_job([str(SCRIPT), str(tmp_path)], 2, "--max-restarts", "3", timeout_s=200)
     assert ended.returncode == 130, ended.output
-    assert came(tmp_path) == [0]
+    assert fired_faults(tmp_path) == [0]
     assert ENDS.search(ended.output), ended.output
     assert "not restarted: the user pressed ctrl-C; exit code 130" in ended.output
 
@@ -160,7 +160,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     fault.write(tmp_path, [fault.stop(0, at_step=3), fault.own("twice", 1, at_step=3)])
     ended = run_job([str(SCRIPT), str(tmp_path)], 2, timeout_s=200)
     assert ended.returncode == 130, ended.output
-    assert came(tmp_path) == [0, 1]
+    assert fired_faults(tmp_path) == [0, 1]
     assert "not started again" in ended.output
     assert not ENDS.search(ended.output)
 
@@ -171,6 +171,6 @@ def test_signal_after_training(tmp_path: Path) -> None:
     ended: Ended
     [ended] = run_workers([str(SCRIPT), str(tmp_path)], 1, timeout_s=200)
     assert ended.returncode == -15, ended.output
-    assert came(tmp_path) == [0]
+    assert fired_faults(tmp_path) == [0]
     assert (tmp_path / "outcome-worker-0.npz").exists()
     assert not ENDS.search(ended.output)

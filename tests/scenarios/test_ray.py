@@ -28,19 +28,19 @@ State = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of the same training without Ray, which makes no difference."""
     if importlib.util.find_spec("ray") is None:
         missing("Ray", "Run pip install 'ray[train]'.")
 
-    def undisturbed(script: str, *arguments: str) -> Path:
-        home = tmp_path_factory.mktemp("undisturbed")
+    def uninterrupted(script: str, *arguments: str) -> Path:
+        home = tmp_path_factory.mktemp("uninterrupted")
         command = [str(WORKERS / script), str(home), *arguments]
         ended = run_workers(command, 2, timeout_s=TIMEOUT_S)
         assert [each.returncode for each in ended] == [0, 0], ended[0].output
         return home
 
-    return undisturbed
+    return uninterrupted
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def states(home: Path) -> list[State]:
 
 
 @pytest.mark.parametrize("kill", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.soak)])
-def test_ray(kill: str, undisturbed: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
+def test_ray(kill: str, uninterrupted: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
     """A worker dies or is preempted mid-epoch: Ray restarts all workers in new processes.
 
     The result is bit-identical to an uninterrupted training.
     """
-    expected = states(undisturbed("of_ray.py"))
+    expected = states(uninterrupted("of_ray.py"))
     printed = train(tmp_path, folder, str(EXAMPLE), "--directory", str(tmp_path), "--kill", kill)
     killed = (tmp_path / "killed").read_text()
     starts = re.findall(r"pid=(\d+)\) world_rank=1,", printed)
@@ -99,7 +99,7 @@ def test_ray(kill: str, undisturbed: Callable[..., Path], folder: Path, tmp_path
 def test_nodes(
     kind: str,
     attempts: list[Attempt],
-    undisturbed: Callable[..., Path],
+    uninterrupted: Callable[..., Path],
     folder: Path,
     tmp_path: Path,
 ) -> None:
@@ -109,7 +109,7 @@ def test_nodes(
     until a node is added: every batch has the same samples in the same order, and the result is the
     same except for rounding.
     """
-    home = undisturbed("samples.py", "tf.data")
+    home = uninterrupted("samples.py", "tf.data")
     printed = train(tmp_path, folder, str(WORKERS / "ray_nodes.py"), str(tmp_path), kind)
     kills = (tmp_path / "kills").read_text().split()
     assert kills == ["1:1:3", "0:2:3"][: len(attempts) - 1], printed

@@ -104,7 +104,7 @@ def limited(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def checksum(limited: Jobs, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Checksum of weights and optimizer after an uninterrupted training by two workers."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     command = [str(SCRIPT), "--directory", str(folder / "runs"), "--grace-secs", "120"]
     ended = run_workers(command, 2, cwd=folder, timeout_s=200)
     assert [each.returncode for each in ended] == [0, 0], ended[0].output

@@ -37,7 +37,7 @@ IN_TRAINING = "Epoch 3/10"
 @pytest.fixture(scope="module")
 def checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Checksum of weights and optimizer after an uninterrupted training by two workers."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     command = [str(EXAMPLES / "train.py"), "--directory", str(folder)]
     ended = run_workers(command, 2, timeout_s=300)
     assert [each.returncode for each in ended] == [0, 0], ended[0].output

@@ -33,7 +33,7 @@ SLOW = [
 NETWORK = {"network": {"case": "network", "slow": 1, "windows": 14, "fine": FINE}}
 
 
-def found_by(
+def findings(
     workers: int, cases: dict[str, dict[str, Any]], hosts: list[Host] | None = None
 ) -> list[dict[str, Any]]:
     """Returns the findings of all workers."""
@@ -50,7 +50,7 @@ WORKERS = [2, pytest.param(3, marks=pytest.mark.soak)]
 
 @pytest.fixture(scope="module", params=WORKERS)
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return found_by(request.param, CASES)
+    return findings(request.param, CASES)
 
 
 @pytest.mark.parametrize(("case", "cause", "worker"), SLOW)
@@ -58,11 +58,11 @@ def test_slow_worker(case: str, cause: str, worker: int, found: list[dict[str, A
     """Only the slow worker is named, with the cause, and the chief reports it."""
     for each in found[1:]:
         assert each[case]["found"] == []
-    [told] = found[0][case]["found"]
-    assert (told["cause"], told["worker"], told["is_over"]) == (cause, worker, False)
-    assert told["replica"] == (worker if cause == "compute" else None)
-    assert told["score"] < 0.75
-    assert f"worker-{worker} on " in told["told"]
+    [reported] = found[0][case]["found"]
+    assert (reported["cause"], reported["worker"], reported["is_over"]) == (cause, worker, False)
+    assert reported["replica"] == (worker if cause == "compute" else None)
+    assert reported["score"] < 0.75
+    assert f"worker-{worker} on " in reported["reported"]
 
 
 @pytest.mark.parametrize("case", ["balanced", "wandering"])
@@ -76,7 +76,7 @@ def test_slow_network(workers: int) -> None:
     """Only the worker with the slow network is named, although all compute and read equally
     fast."""
     with hosts(workers) as places:
-        chief, *_ = found_by(workers, NETWORK, places)
+        chief, *_ = findings(workers, NETWORK, places)
     found = [(each["cause"], each["worker"]) for each in chief["network"]["found"]]
     assert found == [("network", 1)]
 
@@ -87,17 +87,17 @@ def test_slow_network(workers: int) -> None:
 def test_soak(workers: int, number: int) -> None:
     """Repeated many times, and always found within five windows: `python -m pytest --stage soak
     -s`."""
-    chief, *_ = found_by(workers, CASES)
+    chief, *_ = findings(workers, CASES)
     with hosts(workers) as places:
-        chief |= found_by(workers, NETWORK, places)[0]
+        chief |= findings(workers, NETWORK, places)[0]
     slow = {case: (cause, worker) for case, cause, worker in [*SLOW, ("network", "network", 1)]}
-    told = {
+    reported = {
         case: [(each["cause"], each["worker"]) for each in chief[case]["found"]] for case in chief
     }
     took = {case: [each["windows"] for each in chief[case]["found"]] for case in slow}
     took["network"] = [each - FINE for each in took["network"]]
-    print(f"{workers} workers, {number}: {told}, in windows: {took}", flush=True)
-    assert told == {case: [slow[case]] if case in slow else [] for case in chief}
+    print(f"{workers} workers, {number}: {reported}, in windows: {took}", flush=True)
+    assert reported == {case: [slow[case]] if case in slow else [] for case in chief}
     assert max(windows for each in took.values() for windows in each) <= 5
 
 

@@ -21,7 +21,7 @@ from keras_distplug.cluster.channel import Channel
 from keras_distplug.cluster.listeners import Mailbox, Reports
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.preemption.stopping import Cause, StopTogether
+from keras_distplug.preemption.stopping import Cause, CollectiveStop
 from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text
 from keras_distplug.storage import commit, runs
 from keras_distplug.storage.commit import Team, Writer
@@ -141,24 +141,24 @@ def stop(of: Cluster) -> Cost:
     stops = []
 
     def watch(rank: int) -> None:
-        stops.append(StopTogether(of.agreements[rank].below("a session"), print))
+        stops.append(CollectiveStop(of.agreements[rank].below("a session"), print))
 
     of.all_do(watch)
     of.count_anew()  # of one open request per worker, pending since the start of training
     begun_s = of.clock.now_s
 
-    def tell(rank: int) -> None:
-        stops[rank].tell(Cause("SIGTERM", of.roles[rank].name, 0.0))
+    def preempt(rank: int) -> None:
+        stops[rank].request(Cause("SIGTERM", of.roles[rank].name, 0.0))
 
-    def agree(each: StopTogether, text: str) -> None:
+    def agree(each: CollectiveStop, text: str) -> None:
         stock(each, text)
         agreed_s.append(of.clock.now_s - begun_s)
 
-    stock = StopTogether._agree
+    stock = CollectiveStop._agree
     for each in stops:
         mailbox: Mailbox = each._mailbox
         mailbox._on_letter = lambda text, each=each: agree(each, text)  # type: ignore[misc]
-    of.all_do(tell)
+    of.all_do(preempt)
     assert len({each._stop_at for each in stops}) == 1
     assert all(each._cause is not None for each in stops)
     return of.cost("all are preempted", max(agreed_s), max(agreed_s))

@@ -110,7 +110,7 @@ def train(way: str, what: str) -> tf.distribute.Strategy:
     return model
 
 
-def told(way: str, what: str) -> dict[str, Any]:
+def reported(way: str, what: str) -> dict[str, Any]:
     lines.clear()
     start_s = time.perf_counter()
     try:
@@ -121,5 +121,5 @@ def told(way: str, what: str) -> dict[str, Any]:
     return {"error": None, "noted": list(dict.fromkeys(lines)), "weights": weights}
 
 
-found = {way: {what: told(way, what) for what in kinds} for way, kinds in KINDS.items()}
+found = {way: {what: reported(way, what) for what in kinds} for way, kinds in KINDS.items()}
 (FOLDER / f"worker-{RANK}.json").write_text(json.dumps(found))

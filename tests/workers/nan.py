@@ -69,13 +69,13 @@ class Ends(keras.callbacks.Callback):
 
 def trained(name: str, data: tf.data.Dataset, watchdog: kd.NaNWatchdog | None) -> dict[str, Any]:
     """Returns the bits of the weights, and the reports."""
-    told: list[str] = []
+    reported: list[str] = []
     culprits: list[list[int]] = []
     callbacks: list[keras.callbacks.Callback] = []
     if watchdog is not None:
 
         def note(fault: Any) -> None:
-            told.append(str(fault))
+            reported.append(str(fault))
             culprits.append([each.replica for each in fault.culprits])
 
         watchdog.on_fault = note
@@ -95,7 +95,7 @@ def trained(name: str, data: tf.data.Dataset, watchdog: kd.NaNWatchdog | None) -
         "bits": digest.hexdigest(),
         "history": history,
         "error": error,
-        "told": told,
+        "reported": reported,
         "culprits": culprits,
     }
 

@@ -107,7 +107,7 @@ def trained(
                 "score": each.score,
                 "is_over": each.is_over,
                 "windows": varies.step // WINDOW,
-                "told": str(each),
+                "reported": str(each),
             }
         )
 

@@ -26,15 +26,15 @@ class Watcher:
 
     Args:
         poll: Function that polls once.
-        tell: Function called with a notice, in the watcher's thread.
+        report: Function called with a notice, in the watcher's thread.
         every_secs: Pause between two polls, in seconds. Defaults to 5, as AWS recommends.
     """
 
     def __init__(
-        self, poll: Poll, tell: Callable[[Notice], object], every_secs: float = 5.0
+        self, poll: Poll, report: Callable[[Notice], object], every_secs: float = 5.0
     ) -> None:
         self._poll = poll
-        self._tell = tell
+        self._report = report
         self._every_secs = every_secs
         self._troubles: set[type[Exception]] = set()  # already logged
         self._is_closed = threading.Event()
@@ -49,7 +49,7 @@ class Watcher:
     def close(self) -> None:
         """Stops polling, without waiting.
 
-        The result of a pending request is discarded. A running `tell` continues.
+        The result of a pending request is discarded. A running `report` continues.
         """
         self._is_closed.set()
         atexit.unregister(self.close)
@@ -63,7 +63,7 @@ class Watcher:
             if notice is not None and (notice.is_final or not has_reported):
                 has_reported = True
                 try:
-                    self._tell(notice)
+                    self._report(notice)
                 except Exception as error:  # noqa: BLE001 (no caller in this thread)
                     announce(f"{notice}: handling it failed: {error!r}")
                 if notice.is_final:

@@ -77,15 +77,15 @@ def test_bug_in_a_poll(logged: Logged) -> None:
     assert again.endswith("can be read again")
 
 
-def test_bug_in_tell(logged: Logged) -> None:
-    """An error in `tell` is logged with its type and the notice; the next notice is reported."""
+def test_bug_in_report(logged: Logged) -> None:
+    """An error in `report` is logged with its type and the notice; the next notice is reported."""
     reported: list[Notice] = []
 
-    def tell(notice: Notice) -> None:
+    def report(notice: Notice) -> None:
         reported.append(notice)
         raise KeyError("forgotten")
 
-    watcher = Watcher(script(SOFT, SOFT, FINAL), tell, every_secs=SOON)
+    watcher = Watcher(script(SOFT, SOFT, FINAL), report, every_secs=SOON)
     watcher._thread.join(30)
     assert reported == [SOFT, FINAL]
     assert [m.count("failed: KeyError('forgotten')") for m in logged()] == [1, 1]
@@ -136,13 +136,13 @@ def test_close_during_a_poll(
     assert len(logged_before) == (before is not None)
 
 
-def test_close_in_tell() -> None:
-    """`tell` may close the watcher."""
+def test_close_in_report() -> None:
+    """`report` may close the watcher."""
     closed: queue.SimpleQueue[Watcher] = queue.SimpleQueue()
     polls = iter(range(2))
     made = threading.Event()
 
-    def tell(_: Notice) -> None:
+    def report(_: Notice) -> None:
         assert made.wait(30)
         watcher.close()
         closed.put(watcher)
@@ -151,7 +151,7 @@ def test_close_in_tell() -> None:
         next(polls)
         return SOFT
 
-    watcher = Watcher(poll, tell, every_secs=SOON)
+    watcher = Watcher(poll, report, every_secs=SOON)
     made.set()
     closed.get(timeout=30)._thread.join(30)
     assert not watcher._thread.is_alive()
