@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if parsed.subcommand == "run":
             return _run(parsed, command)
-        # Only this command's module: every module imports what it needs.
+        # Only this command's module, because some load more than others.
         module = importlib.import_module(f"keras_distplug.commands.{parsed.subcommand}")
         code: int = module.run(parsed)
         return code

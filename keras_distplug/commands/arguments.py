@@ -56,7 +56,7 @@ def _add_show(subcommands: Subcommands) -> None:
         subcommands,
         "show",
         "show one checkpoint",
-        "Shows what a checkpoint contains: its position in training, metrics, History, versions, "
+        "Shows the contents of a checkpoint: its position in training, metrics, History, versions, "
         "files and variables. Reads only its manifest. Does not load TensorFlow.",
         ("keras-distplug show runs/mnist --step 42",),
     )

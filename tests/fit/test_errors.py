@@ -72,7 +72,7 @@ class HidingCompile(keras.Sequential):
 
 
 def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> None:
-    """The model: compiled, of a kind that can be moved, under the strategy that is asked for."""
+    """The model: compiled, of a kind that can be moved, under the requested strategy."""
     refuse(ModelError, "expects a compiled keras.Model.*type int", 3, X, Y)
     refuse(ModelError, "returned by the function.*type str", lambda: "model", X, Y)
     refuse(ModelError, "is not compiled. Call", keras.Sequential([keras.layers.Dense(1)]), X, Y)
@@ -300,12 +300,12 @@ def on_fault(left_out: Any) -> None:
     ],
 )
 def test_repr(make: Callable[[Path], Any], shown: str, tmp_path: Path) -> None:
-    """A callback shows itself as the call that makes it, without what is secret."""
+    """The `repr` of a callback is the call that makes it, without secrets."""
     assert repr(make(tmp_path)) == shown.format(folder=tmp_path)
 
 
 def test_repr_of_derived() -> None:
-    """What is derived from one of ours shows what it has of that."""
+    """A subclass of one of our callbacks shows the arguments that it has in common with it."""
 
     class Own(kd.NaNWatchdog):
         def __init__(self, label: str, **others: Any) -> None:
@@ -316,7 +316,7 @@ def test_repr_of_derived() -> None:
 
 
 def test_two_backups(tmp_path: Path) -> None:
-    """One of the user's takes the place of that of `defaults()`; two are an error."""
+    """A callback of the user replaces that of `defaults()`; two are an error."""
     for place in (0, -1):
         own = kd.BackupAndRestore(tmp_path / f"own{place}", delete_checkpoint=False)
         callbacks = kd.defaults(tmp_path / "default")
@@ -330,7 +330,7 @@ def test_two_backups(tmp_path: Path) -> None:
 
 
 def test_separate_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of a cluster, each with a model without its strategy, would share one directory."""
+    """Workers of a cluster whose models lack the strategy would share one directory."""
     hosts = {"worker": ["localhost:1", "localhost:2"]}
     task = {"type": "worker", "index": 1}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": hosts, "task": task}))

@@ -1,4 +1,4 @@
-"""How often the first step is traced: each time costs as long as a small model's epoch."""
+"""The number of traces of the first step: one takes as long as a small model's epoch."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def fit_auxiliary(*callbacks: keras.callbacks.Callback) -> keras.Model:
 @pytest.mark.parametrize("fit", [fit, fit_auxiliary])
 def test_traced_once(fit: Callable[..., keras.Model], tmp_path: Path) -> None:
     """Keras makes variables in the first step, so that TensorFlow traces it twice. Made before, for
-    what the model gives in training, it is traced once, and computes the same bits; so it does
-    where it is resumed."""
+    what the model gives in training, it is traced once, and computes the same bits, also when it is
+    resumed."""
     expected = fit()
     assert expected.optimizer.traces == 2
     with pytest.raises(small.Interrupted):
@@ -84,7 +84,7 @@ def test_traced_once(fit: Callable[..., keras.Model], tmp_path: Path) -> None:
 
 
 def test_own_step(tmp_path: Path) -> None:
-    """What a `train_step` of the user's calls, and with what, is not known before."""
+    """The calls of a custom `train_step`, and their arguments, are not known in advance."""
     assert fit(*kd.defaults(tmp_path, save_freq="epoch"), cls=OwnStep).optimizer.traces == 2
 
 

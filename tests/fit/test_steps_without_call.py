@@ -19,7 +19,7 @@ import keras_distplug as kd  # noqa: E402
 
 
 class Parts(keras.Model):
-    """Trains what it is made of, as an autoencoder or a GAN does."""
+    """Trains its parts, as an autoencoder or a GAN does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class WithSeveralLosses(WithCompiledMetrics):
 
 
 class Unbuilt(Parts):
-    """Is built by its first step, which calls its layers outside of its own name scope."""
+    """Is built by its first step, which calls its layers outside the model's name scope."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_metrics_that_an_eager_step_makes(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_validation(tmp_path: Path) -> None:
-    """What a test step makes gets nothing of the epoch, and the epoch nothing of the test."""
+    """Metrics of a test step see nothing of the epoch, and those of the epoch nothing of it."""
 
     def train(*callbacks: keras.callbacks.Callback) -> Any:
         keras.utils.set_random_seed(5)

@@ -1,5 +1,5 @@
-"""Where and how a script may run: threads, spawned and pooled processes, a notebook's cells,
-warnings as errors, compiled and eager steps."""
+"""Surroundings of a script: threads, spawned and pooled processes, notebook cells, warnings as
+errors, compiled and eager steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_warnings_as_errors(tmp_path: Path) -> None:
 
 
 def spawned(script: Path, folder: str, kills: bool) -> Any:
-    """What the script trains in a spawned process; its exit code if it has none."""
+    """Returns the result of the script in a spawned process, or else its exit code."""
     sys.path.insert(0, str(script.parent))
     try:
         context = multiprocessing.get_context("spawn")
@@ -224,7 +224,7 @@ def test_kernel(tmp_path: Path) -> None:
 
 
 def test_joblib(tmp_path: Path) -> None:
-    """Trainings of joblib's workers, each with a folder of its own."""
+    """Trainings in joblib's workers, which use separate folders."""
     joblib = pytest.importorskip("joblib", reason="pip install joblib")
     loky = pytest.importorskip("joblib.externals.loky")
     script = tmp_path / "train_pooled.py"

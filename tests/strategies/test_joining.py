@@ -23,7 +23,7 @@ from keras_distplug.core.timeouts import COLLECTIVE, HEARTBEAT, Timeouts  # noqa
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> object:
-    """As if a cluster of two workers had been formed with a time-out of 3 s."""
+    """Simulates a cluster of two workers that was formed with a timeout of 3 s."""
     cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
     monkeypatch.setattr(startup, "_joined", {"multi_worker": (strategy := object())})
@@ -32,7 +32,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def test_too_late(joined: object) -> None:
-    """Time-outs that come behind the cluster are warned of, with what to do instead."""
+    """Timeouts given after the cluster was formed cause a warning, with a remedy."""
     with pytest.warns(
         UserWarning, match=r"already exists.*heartbeat_secs=4\.0.*--heartbeat-timeout"
     ):
@@ -40,7 +40,7 @@ def test_too_late(joined: object) -> None:
 
 
 def test_in_force(joined: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is said where the time-outs are those in force, or none are given."""
+    """There is no warning if the timeouts are those in use, or none are given."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert startup.init(heartbeat_timeout_secs=3.0) is joined
@@ -50,7 +50,7 @@ def test_in_force(joined: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time-out that cannot be is refused, by argument and by environment, on one device, too."""
+    """An invalid timeout is refused, as an argument and in the environment, also on one device."""
     with pytest.raises(ConfigurationError, match="heartbeat time-out"):
         startup.init(heartbeat_timeout_secs=0.1)
     monkeypatch.setenv(COLLECTIVE, "soon")
@@ -60,8 +60,8 @@ def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(180)
 def test_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What `init` was asked for by name is what "auto" means from then on, and not what a `fit` was
-    asked for."""
+    """After `init` with a name, "auto" stands for that name; the name given to a `fit` does not
+    change it."""
     monkeypatch.setattr(startup, "_asked_for", [])
     monkeypatch.setattr(startup, "_joined", {})
     monkeypatch.setattr(startup, "_joined_with", {})
