@@ -180,8 +180,9 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=int,
         metavar="R",
         help="with --ps: restarts of single workers until there is a newer checkpoint (default: "
-        f"{Budgets.replacements}). Pauses after the first restart. Ten consecutive failures of a "
-        "worker before it has joined end the job with code 93, unless somebody killed it",
+        f"{Budgets.replacements}). Pauses before all but the first of them. A worker that fails "
+        "ten times in succession before it has joined, without being killed, ends the job with "
+        "code 93",
     )
     parser.add_argument(
         "--max-preemptions",
@@ -196,7 +197,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=Budgets.without_progress,
         metavar="A",
         help="consecutive attempts without a newer checkpoint that end the job with code 93 "
-        "(default: %(default)s). Pauses after the second attempt",
+        "(default: %(default)s). Pauses before the third of them, and longer before later ones",
     )
     parser.add_argument(
         "--min-workers",
