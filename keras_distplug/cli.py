@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Versions of argparse differ in how they treat `--`.
     options, dashes, command = _split(list(sys.argv[1:] if argv is None else argv))
-    parser, commands = _parser()
+    parser = _parser()
     completion.answer(parser)
-    _suggest(parser, commands, options)
+    _suggest(parser, options)
     parsed, unknown = parser.parse_known_args(options)
     if unknown:
         hint = ". The command to run goes after `--`" if not dashes else ""
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if parsed.subcommand == "run":
             return _run(parsed, command)
-        # Only this command's module: every module imports what it needs.
+        # Only this command's module, because some load more than others.
         module = importlib.import_module(f"keras_distplug.commands.{parsed.subcommand}")
         code: int = module.run(parsed)
         return code
@@ -67,11 +67,7 @@ def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
     return words[:place], True, words[place + 1 :]
 
 
-def _suggest(
-    parser: argparse.ArgumentParser,
-    commands: Mapping[str, argparse.ArgumentParser],
-    words: Sequence[str],
-) -> None:
+def _suggest(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Exits with "Did you mean" if a command or an option looks mistyped.
 
     argparse would first report other arguments that are missing.
@@ -79,6 +75,7 @@ def _suggest(
     name = next(iter(words), "")
     if not name or name.startswith("-"):
         return
+    commands = _parsers_of_commands(parser)
     if name not in commands:
         near = _nearest(name, commands)
         meant = f" Did you mean `{near}`?" if near else ""
@@ -100,8 +97,15 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Returns the parser, and those of the commands by name."""
+def _parsers_of_commands(
+    parser: argparse.ArgumentParser,
+) -> Mapping[str, argparse.ArgumentParser]:
+    actions = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    commands: Mapping[str, argparse.ArgumentParser] = next(actions).choices
+    return commands
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="keras-distplug",
         description="Fault-tolerant distributed training for Keras. Runs workers, and inspects and "
@@ -122,7 +126,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     _add_run(subcommands)
     arguments.add(subcommands)
-    return parser, subcommands.choices
+    return parser
 
 
 def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -176,8 +180,9 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=int,
         metavar="R",
         help="with --ps: restarts of single workers until there is a newer checkpoint (default: "
-        f"{Budgets.replacements}). Pauses after the first restart. Ten consecutive failures of a "
-        "worker before it has joined end the job with code 93, unless somebody killed it",
+        f"{Budgets.replacements}). Pauses before all but the first of them. A worker that fails "
+        "ten times in succession before it has joined, without being killed, ends the job with "
+        "code 93",
     )
     parser.add_argument(
         "--max-preemptions",
@@ -192,7 +197,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=Budgets.without_progress,
         metavar="A",
         help="consecutive attempts without a newer checkpoint that end the job with code 93 "
-        "(default: %(default)s). Pauses after the second attempt",
+        "(default: %(default)s). Pauses before the third of them, and longer before later ones",
     )
     parser.add_argument(
         "--min-workers",

@@ -203,7 +203,7 @@ def distributed_fit(
     run = _open_run(callbacks, placement.model, data, options)
     with run.backup.hold.given_up_on_failure():
         train = _feed(placement, run, joined.arguments)
-        with embeddings.split(min_shard_bytes):  # what is built by the first batch
+        with embeddings.split(min_shard_bytes):  # layers that the first batch builds
             history: keras.callbacks.History = train()
     if run.backup.model is None:
         own_fit.warn_of_lost_callbacks(placement.model)

@@ -45,7 +45,7 @@ _MARK = "_distplug_hook"
 
 
 class _Ending:
-    """How this process will end."""
+    """The end of this process."""
 
     peer_is_lost = False
     code: int | None = None  # None until it is known
@@ -54,7 +54,7 @@ class _Ending:
 
 
 def prepare() -> None:
-    """Prepares the end of this process. Call it early: what is registered first runs last."""
+    """Prepares the end of this process. Call it early: the first function runs last."""
     register()
     if is_started_by_others(os.environ):
         _hear_of_errors()

@@ -45,8 +45,9 @@ def _add_ls(subcommands: Subcommands) -> None:
         "Lists the runs in DIRECTORY and their checkpoints, with step, time, size and state. Marks "
         "the checkpoint that the next start resumes from. If DIRECTORY holds several trainings, "
         "lists these instead. Reads manifests and logs only. Does not load TensorFlow.\n\n"
-        "States: `committed` is complete. `damaged` has changed since. `cut off` is the rest of an "
-        "interrupted save. `unfinished` may be a save in progress.",
+        "States: `committed` is complete. `damaged` has changed since. `unreadable` is from "
+        "another release, or the storage fails. `cut off` is the rest of an interrupted save. "
+        "`unfinished` may be a save in progress.",
         ("keras-distplug ls runs/mnist", "keras-distplug ls runs"),
     )
     _add_run_and_json(parser, "all")
@@ -57,7 +58,7 @@ def _add_show(subcommands: Subcommands) -> None:
         subcommands,
         "show",
         "show one checkpoint",
-        "Shows what a checkpoint contains: its position in training, metrics, History, versions, "
+        "Shows the contents of a checkpoint: its position in training, metrics, History, versions, "
         "files and variables. Reads only its manifest. Does not load TensorFlow.",
         ("keras-distplug show runs/mnist --step 42",),
     )
@@ -98,8 +99,9 @@ def _add_prune(subcommands: Subcommands) -> None:
         "delete checkpoints that are no longer needed",
         "Deletes checkpoints that no --keep option keeps, and the rest of interrupted saves. The "
         "options apply separately to checkpoints during training (step-) and at its end (final-). "
-        "Verifies what stays before it deletes anything. Never deletes the newest intact "
-        "checkpoint or anything newer, so it can run during training. Does not load TensorFlow.",
+        "Verifies the newest checkpoints that stay before it deletes anything. Never deletes the "
+        "newest intact checkpoint or anything newer, so it can run during training. Does not load "
+        "TensorFlow.",
         ("keras-distplug prune runs/mnist --keep-last 1 --keep-best val_loss min 3 --dry-run",),
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Finds out what a path or URL names: a training, one of its runs, a checkpoint or a log.
+"""Resolves a path or URL to a training, one of its runs, a checkpoint or a log.
 
 Every path that this package prints can be given to every command.
 """
@@ -122,7 +122,7 @@ def _parts_of_name(text: str) -> tuple[str | None, str]:
 
 
 def find(text: str, storage_options: Mapping[str, Any] | None = None) -> Location:
-    """Returns what a path or URL names. It need not exist.
+    """Resolves a path or URL, which need not exist.
 
     Args:
         text: The directory of a training, or anything in it: the folder of a run, of a checkpoint

@@ -44,9 +44,9 @@ class Bar:
         """Replaces the line.
 
         Args:
-            what: What is in progress, such as `"verifying run-0001"`.
+            what: The work in progress, such as `"verifying run-0001"`.
             total: The amount of work. Defaults to `None`: not known.
-            unit: `"bytes"`, or what is counted. Defaults to `""`: amounts are not shown.
+            unit: `"bytes"`, or a plural noun. Defaults to `""`: amounts are not shown.
         """
         if self._progress is None:
             return
@@ -121,7 +121,7 @@ class _AmountColumn(ProgressColumn):
 
 
 class _Counting:
-    """Files that count what is read from them or deleted."""
+    """Files that count reads and deletions."""
 
     def __init__(
         self,

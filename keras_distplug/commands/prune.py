@@ -54,7 +54,7 @@ def _best(words: list[str] | None) -> Any:
     if words is None:
         return None
     metric, mode, count = words
-    # `Retention` reports what is wrong with it.
+    # `Retention` reports a wrong value.
     return metric, mode, int(count) if count.isdecimal() else count
 
 

@@ -1,4 +1,4 @@
-"""`keras-distplug verify`: compares checkpoints with what was committed."""
+"""`keras-distplug verify`: compares checkpoints with their manifests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finding:
         state: A state of `Seen`, except that a committed checkpoint is `"whole"` if every byte was
             read and `"sizes match"` otherwise.
         bytes: The number of bytes that were checked; 0 for files without arrays.
-        reason: What is wrong. Defaults to `None`.
+        reason: The reason for a bad state. Defaults to `None`.
     """
 
     run: str

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from keras_distplug.backend.tensorflow import trainer  # noqa: E402
 from keras_distplug.backend.tensorflow.replicas import empty_batches  # noqa: E402
 from keras_distplug.backend.tensorflow.runtime import private_names, progress_bars  # noqa: E402
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked  # noqa: E402
+from keras_distplug.core import log  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -229,6 +231,28 @@ def test_progress_bar(
         bar.set_model(model())
         bar.set_params(params)
         assert bar.verbose == (expected if is_multi_worker else {"auto": 1}.get(verbose, verbose))
+
+
+def test_message_in_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    """A message during an epoch starts on a new line, instead of at the end of the progress bar."""
+    trainer.install_dispatch()
+    handler = log._Handler(sys.stdout)
+    logger = logging.Logger("keras_distplug")
+    logger.addHandler(handler)
+
+    def say_twice(batch: int, logs: Any) -> None:
+        logger.info("in the epoch")
+        logger.info("in the epoch, too")
+
+    say = keras.callbacks.LambdaCallback(
+        on_train_batch_end=say_twice,
+        on_train_end=lambda logs: logger.info("after it"),
+    )
+    model().fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=1, callbacks=[say])
+    lines = capsys.readouterr().out.split("\n")
+    assert lines.count("in the epoch") == 2
+    assert lines[-2:] == ["after it", ""]
+    assert "" not in lines[1:-1]
 
 
 def test_no_warning_of_retracing(mirrored: tf.distribute.Strategy) -> None:

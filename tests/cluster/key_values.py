@@ -9,7 +9,7 @@ class Memory:
     """Key-values whose `get` waits for the key.
 
     Attributes:
-        breaks_at: A key at which whoever keeps the store is gone.
+        breaks_at: A key at which the process that keeps the store is gone.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ CHIEF, OTHER = (Role("worker", index, CLUSTER, "a test") for index in range(2))
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers in one process would share the count of questions; here all ask the first."""
+    """Resets the counter of keys, which two workers in one process would otherwise share."""
     monkeypatch.setattr(channel, "_questions", itertools.repeat(1))
 
 
@@ -40,7 +40,7 @@ def test_from_chief() -> None:
     [((None, None), None), (("a", None), "a"), ((None, "b"), "b"), (("a", "b"), "a")],
 )
 def test_first_complaint(said: tuple[str | None, str | None], first: str | None) -> None:
-    """All hear the complaint of the first worker that has one, also who has none."""
+    """All workers get the complaint of the first worker that has one."""
     store = Memory()
     workers = [Channel(role, store) for role in (CHIEF, OTHER)]
     with ThreadPoolExecutor() as pool:
@@ -52,7 +52,7 @@ def test_first_complaint(said: tuple[str | None, str | None], first: str | None)
 
 
 def test_gather() -> None:
-    """Everyone returns what all have said, in their order; what was said before is forgotten."""
+    """All workers get all values, by rank; earlier messages are deleted."""
     store = Memory()
     workers = [Channel(role, store) for role in (CHIEF, OTHER)]
     with ThreadPoolExecutor() as pool:
@@ -64,7 +64,7 @@ def test_gather() -> None:
 
 
 def test_to_chief() -> None:
-    """The chief alone hears what all say, nobody waits for it, and nothing of it stays."""
+    """Only the chief gets all values; no worker waits for it, and nothing remains in the store."""
     store = Memory()
     chief, other = (Channel(role, store) for role in (CHIEF, OTHER))
     assert other.to_chief("random", "b") is None
@@ -73,7 +73,7 @@ def test_to_chief() -> None:
 
 
 def test_time_out() -> None:
-    """A chief that does not answer is an error that names who waited, how long, for what."""
+    """If the chief does not answer, the error names the waiting worker, the time and the topic."""
     other = Channel(OTHER, Memory(), timeout_s=0.01)
     with pytest.raises(
         AgreementError, match="worker-1 waited 0 s for the chief's message on 'run'"
@@ -82,14 +82,14 @@ def test_time_out() -> None:
 
 
 def test_lost_worker() -> None:
-    """A lost worker is told from a slow one."""
+    """A lost worker is distinguished from a slow one."""
     other = Channel(OTHER, Memory())
     with pytest.raises(AgreementError, match="all workers at 'finished' and lost another worker"):
         other.barrier("finished")
 
 
 def test_lost_chief() -> None:
-    """A worker that cannot even send its value has lost another one, too."""
+    """A worker that cannot send its value has also lost another one."""
     store = Memory()
     store.breaks_at = "keras_distplug/1/random/1"
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_lost_chief() -> None:
 
 
 def test_told_once() -> None:
-    """A topic is told once in a session, and anew in the next one."""
+    """A topic is used once per session."""
     store = Memory()
     chief, other = (Channel(role, store).below("a session") for role in (CHIEF, OTHER))
     assert chief.tell_first("who", "chief")
@@ -124,13 +124,13 @@ def test_sessions() -> None:
 
 
 def test_chief_without_a_value() -> None:
-    """A chief that has nothing to say is an error there, instead of a time-out elsewhere."""
+    """A chief without a value gets an error, instead of a timeout on other workers."""
     with pytest.raises(AgreementError, match="the chief gave no value"):
         Channel(CHIEF, Memory()).from_chief("run", None)
 
 
 def test_alone() -> None:
-    """One process agrees with itself at once."""
+    """A single process agrees with itself immediately."""
     alone = agreement.among(Role("worker", 0, {}, "a test"))
     assert alone.from_chief("run", "run-0001") == "run-0001"
     alone.barrier("finished")

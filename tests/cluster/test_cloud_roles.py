@@ -34,7 +34,7 @@ def sagemaker(current: str | None, *hosts: str) -> dict[str, str]:
 
 
 def test_tf_config_of_vertex() -> None:
-    """What Vertex AI says in TF_CONFIG beyond cluster and task makes no difference."""
+    """Additional members of Vertex AI's TF_CONFIG make no difference."""
     found = {
         "cluster": {"chief": POOLS["workerpool0"], "worker": POOLS["workerpool1"]},
         "environment": "cloud",
@@ -88,7 +88,7 @@ def test_other_pools() -> None:
     ids=["one replica", "one host", "one host, unnamed", "another variable", "another cluster"],
 )
 def test_alone(environ: dict[str, str]) -> None:
-    """A job of one machine is a single process; a CLUSTER_SPEC of somebody else says nothing."""
+    """A job of one machine is a single process; a CLUSTER_SPEC of another system is ignored."""
     assert from_environment(environ) == single_process()
 
 
@@ -105,13 +105,13 @@ def test_alone(environ: dict[str, str]) -> None:
     ],
 )
 def test_impossible_cluster_spec(pools: object, task: object, complaint: str) -> None:
-    """A CLUSTER_SPEC that cannot be is refused by its own names."""
+    """An impossible CLUSTER_SPEC is refused, in terms of its own names."""
     with pytest.raises(ClusterError, match=f"(?i){complaint}"):
         from_environment(vertex(pools, task))
 
 
 def test_broken_cluster_spec() -> None:
-    """One that was cut off is refused with what it should look like."""
+    """A truncated CLUSTER_SPEC is refused with an example of the expected form."""
     with pytest.raises(
         ClusterError, match=r"CLUSTER_SPEC is not valid JSON.*workerpool1.*Unset it"
     ):
@@ -119,7 +119,7 @@ def test_broken_cluster_spec() -> None:
 
 
 def test_sagemaker() -> None:
-    """Every host is a worker, all of them come to one cluster, and the first is the chief."""
+    """Every host is a worker, all of them compute the same cluster, and the first is the chief."""
     hosts = ["algo-1", "algo-2", "algo-3"]
     roles = [from_environment(sagemaker(host, *hosts)) for host in hosts]
     addresses = tuple(f"{host}:2222" for host in hosts)
@@ -140,7 +140,7 @@ def test_sagemaker() -> None:
     ],
 )
 def test_sagemaker_nonsense(environ: dict[str, str], complaint: str) -> None:
-    """Hosts that make no sense are refused with what to set."""
+    """Inconsistent hosts are refused, with the variable to set."""
     with pytest.raises(ClusterError, match=complaint):
         from_environment(environ)
 

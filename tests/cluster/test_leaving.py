@@ -1,4 +1,4 @@
-"""How a process ends that an error of ours has ended, in processes without TensorFlow."""
+"""Exit codes after errors of this package, in processes without TensorFlow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(
 )
 def test_code(script: str, code: int) -> None:
     """Unhandled, the error ends the process with 201, and nothing can keep it; handled, the code is
-    the script's own, if the interpreter comes to its end. Functions at exit are called."""
+    that of the script, if the interpreter finishes. Functions at exit are called."""
     ended, printed = run(script)
     assert ended == code, printed
     assert printed.endswith("last words\n")
@@ -63,7 +63,7 @@ def test_code(script: str, code: int) -> None:
 
 
 def test_hanging_last_words() -> None:
-    """A function at exit that does not come back is given up."""
+    """A function at exit that does not return is abandoned."""
     hangs = "leaving._LAST_WORDS_S = 0.5\natexit.register(lambda: time.sleep(100))\n"
     ended, printed = run(f"{hangs}raise {LOST}")
     assert ended == 201, printed
@@ -71,13 +71,13 @@ def test_hanging_last_words() -> None:
 
 
 def test_told_to_go() -> None:
-    """Who leaves with a code of ours leaves with that one, and nothing can keep it."""
+    """A process that leaves with a code of this package always exits with that code."""
     ended, printed = run(f"{ENDLESS}leaving.with_code(143)\nsys.exit(143)")
     assert (ended, printed) == (143, "last words\n")
 
 
 def test_code_of_what_others_are_told_of() -> None:
-    """An error of ours keeps its code where the others hear of it, too."""
+    """An error of this package keeps its code even if the other workers are notified."""
     env = {"TF_CONFIG": TASK}
     script = "print('told', error); return 1"
     begin = f"""
@@ -109,7 +109,7 @@ rendezvous.report_failure = lambda role, error: print("told", error)
 
 
 def test_hook_of_the_script() -> None:
-    """A hook for exceptions that the script had is called."""
+    """An exception hook that the script installed is called."""
     hook = "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"
     ended, printed = run(f"{hook}leaving.peer_is_lost()\nraise {LOST}")
     assert ended == 201
@@ -117,7 +117,7 @@ def test_hook_of_the_script() -> None:
 
 
 def test_interactive() -> None:
-    """Where a person is at the keyboard, Python stays."""
+    """In an interactive session, the interpreter keeps running."""
     ended, printed = run(f"raise {LOST}", "-i")
     assert ended == 0, printed
     assert "worker-1 is gone" in printed
@@ -155,8 +155,8 @@ TASK = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "inde
     ],
 )
 def test_unusable(env: dict[str, str], script: str, code: int) -> None:
-    """A `ConfigurationError` that nobody catches ends the process with 93 where a scheduler has
-    started it, from the moment when the package is imported; else with 1, and nothing changes."""
+    """An uncaught `ConfigurationError` ends a process with 93 if a scheduler started it, as soon as
+    the package is imported. Otherwise, the code is 1, and nothing changes."""
     begin = """
 import atexit, sys
 import keras_distplug

@@ -28,8 +28,8 @@ print("the child ended with", child.exitcode, flush=True)
 
 
 def test_forked() -> None:
-    """A child that loads data, say, does not close at its end what is its parent's: that would
-    speak to the others over the parent's connection."""
+    """A child process, such as one that loads data, does not close its parent's mailbox when it
+    ends: it would send messages over the parent's connection."""
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=environment(),

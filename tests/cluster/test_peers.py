@@ -1,4 +1,4 @@
-"""Which worker is gone, with a service that only pretends."""
+"""The search for a lost worker, with a simulated service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOPPED = "Task /job:worker/replica:0/task:2 heartbeat timeout. This indicates t
 
 
 class Service:
-    """What it answers, one time after the other, the last again and again."""
+    """A service with given answers, the last of which is repeated."""
 
     heartbeat_timeout_s = 1.0
 
@@ -46,7 +46,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def workers() -> Iterator[list[socket.socket]]:
-    """Three that listen."""
+    """Three workers that listen."""
     with ExitStack() as stack:
         yield [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
 
@@ -69,7 +69,7 @@ def test_who_does_not_listen(workers: list[socket.socket]) -> None:
 
 
 def test_the_chief(workers: list[socket.socket]) -> None:
-    """With the chief the service is gone; the message says that it is the chief."""
+    """If the chief is lost, so is the service; the message names the chief."""
     here = role(workers, 1)
     workers[0].close()
     found = peers.lost(CLOSED, here, Service(ConnectionError("refused")))
@@ -89,7 +89,7 @@ def test_the_machine_of_the_chief(answer: OSError, workers: list[socket.socket])
 
 
 def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
-    """Where TensorFlow has waited for the chief, it is not given the same time once more."""
+    """If TensorFlow has already waited for the chief, there is no second wait."""
     error = tf.errors.DeadlineExceededError(
         None,
         None,
@@ -105,7 +105,7 @@ def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
 
 
 def test_what_the_service_knows(workers: list[socket.socket]) -> None:
-    """A worker that is there, but sends no heartbeats, is waited for until the service tells."""
+    """A worker that listens but sends no heartbeats is lost once the service reports it."""
     found = peers.lost(CLOSED, role(workers, 0), Service(WELL, WELL, [None, None, STOPPED]))
     assert found is not None
     assert found.startswith("worker-2 (127.0.0.1:")
@@ -113,7 +113,7 @@ def test_what_the_service_knows(workers: list[socket.socket]) -> None:
 
 
 def test_who_was_first(workers: list[socket.socket]) -> None:
-    """What another worker has told counts more than that it has left for it."""
+    """Another worker's report has precedence over that worker's own exit."""
     word = (
         "keras_distplug lost <worker-2 (host:1), where no process listens any longer> by <worker-0>"
     )
@@ -138,14 +138,14 @@ def test_who_was_first(workers: list[socket.socket]) -> None:
     ],
 )
 def test_other_errors(error: Exception, workers: list[socket.socket]) -> None:
-    """An error of another kind is not for a lost worker, even if one is lost."""
+    """An unrelated error is not attributed to a lost worker, even if one is lost."""
     here = role(workers, 0)
     workers[1].close()
     assert peers.lost(error, here, Service([None, STOPPED, None])) is None
 
 
 def test_nobody_is_lost(workers: list[socket.socket]) -> None:
-    """An error that only may be of a connection is left as it is where all workers are well."""
+    """An error that may come from a connection is left as it is if all workers are healthy."""
     error = tf.errors.InternalError(None, None, "out of luck")
     assert peers.lost(error, role(workers, 0), Service(WELL)) is None
 
@@ -160,8 +160,8 @@ TARGET = " Additional GRPC error information from remote target /job:worker/repl
 def test_link_between_workers(
     count: int, target: str, named: str, workers: list[socket.socket]
 ) -> None:
-    """A connection that broke between workers that are well was one to another worker. Of two
-    workers, it is the other one, without waiting for a heartbeat."""
+    """A broken connection between healthy workers is reported with the other worker. With two
+    workers, this needs no wait for a heartbeat."""
     error = tf.errors.UnavailableError(
         None, None, f"Collective ops is aborted by: Connection reset by peer{target}"
     )
@@ -174,13 +174,13 @@ def test_link_between_workers(
 
 
 def test_connection_to_a_store(workers: list[socket.socket]) -> None:
-    """Data that cannot be read is no lost worker."""
+    """Unreadable data does not count as a lost worker."""
     error = tf.errors.AbortedError(None, None, "libcurl code 56: Connection reset by peer")
     assert peers.lost(error, role(workers[:2], 1), Service(WELL[:2])) is None
 
 
 def test_lost_by_another(workers: list[socket.socket]) -> None:
-    """Whoever hears that another worker has lost this one names that one."""
+    """If another worker reports this one as lost, the error names that worker."""
     told = "keras_distplug lost <worker-0 (the chief, a:1), to which the> by <worker-1 (b:1)>"
     error = tf.errors.UnavailableError(None, None, told)
     found = peers.lost(error, role(workers, 0), Service(WELL))
@@ -188,7 +188,7 @@ def test_lost_by_another(workers: list[socket.socket]) -> None:
 
 
 def test_lost_in_an_agreement(workers: list[socket.socket]) -> None:
-    """An agreement that broke off is looked into, too, though Keras drops causes."""
+    """An interrupted agreement is examined, too, although Keras drops causes."""
     here = role(workers, 0)
     workers[1].close()
     error = AgreementError("waited for the message of worker 1")

@@ -1,4 +1,4 @@
-"""Ports that TensorFlow is to listen on."""
+"""Ports on which TensorFlow will listen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_in_use(family: socket.AddressFamily, host: str) -> None:
 
 
 def test_about_to_be_free() -> None:
-    """One whose process is about to end is waited for."""
+    """The wait covers a process that is about to exit."""
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     threading.Timer(0.3, other.close).start()

@@ -41,7 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For those of which somebody never comes."""
+    """Shortens the wait in tests in which a worker never starts."""
     monkeypatch.setattr(waiting, "_FAREWELL_SECS", 1.0)
     monkeypatch.setattr(chief, "_PATIENCE_SECS", 1.0)
 
@@ -52,14 +52,14 @@ def roles(workers: int) -> list[Role]:
 
 
 def at(role: Role, index: int, address: str) -> Role:
-    """As `role`, which knows another address of a worker."""
+    """Returns `role` with a different address of one worker."""
     addresses = list(role.cluster["worker"])
     addresses[index] = address
     return dataclasses.replace(role, cluster={"worker": tuple(addresses)})
 
 
 def outcomes(*acts: Callable[[], None]) -> list[BaseException | None]:
-    """How these end, at the same time."""
+    """Runs functions concurrently, and returns how they end."""
     errors: list[BaseException | None] = [None] * len(acts)
 
     def note(index: int) -> None:
@@ -87,7 +87,7 @@ def fail(role: Role) -> Callable[[], None]:
 
 
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collects the lines that waiting workers print, and has them repeat each."""
+    """Collects the lines that waiting workers print, without a pause between them."""
     lines: list[str] = []
     monkeypatch.setattr(waiting, "announce", lines.append)
     monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
@@ -95,14 +95,14 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def await_two(lines: list[str]) -> None:
-    """Returns once the chief of three workers knows another one."""
+    """Returns once one other worker has connected to the chief of three."""
     while not any("2 of 3 have started" in line for line in list(lines)):
         time.sleep(0.01)
 
 
 @contextmanager
 def serving(role: Role, answer: bytes | None) -> Iterator[list[bytes]]:
-    """Something that is not this package listens at the chief's address; what it receives."""
+    """Runs another program at the chief's address. Yields the bytes that it receives."""
     port = int(role.cluster["worker"][0].rpartition(":")[2])
     received: list[bytes] = []
     is_over = threading.Event()
@@ -131,7 +131,7 @@ def serving(role: Role, answer: bytes | None) -> Iterator[list[bytes]]:
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_all_start(workers: int) -> None:
-    """All return once all are there, and their ports are free for TensorFlow."""
+    """All workers return once all have started, and their ports are free for TensorFlow."""
     all_roles = roles(workers)
     assert outcomes(*map(meet, all_roles)) == [None] * workers
     for role in all_roles:
@@ -139,7 +139,7 @@ def test_all_start(workers: int) -> None:
 
 
 def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that waits says for whom, and where; a host name that does not resolve is said, too."""
+    """Waiting workers report the missing one and its address; also an unknown host name."""
     lines = announced(monkeypatch)
     first, worker, last = roles(3)
     nowhere = at(worker, 0, "not-a-host.invalid:2222")
@@ -168,7 +168,7 @@ def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_impatient")
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has waited long enough names the missing one, and the others hear of it."""
+    """After the timeout, the error names the missing worker, on all workers."""
     monkeypatch.setenv(waiting.LIMIT, "1.5")
     first, worker, _ = roles(3)
     for error in outcomes(meet(first), meet(worker)):
@@ -193,7 +193,7 @@ def test_failure_of_another(failing: int) -> None:
 
 
 def test_port_in_use() -> None:
-    """The worker that cannot listen says so, and ends the others."""
+    """A worker that cannot listen reports that, and the others end."""
     all_roles = roles(3)
     port = int(all_roles[2].cluster["worker"][2].rpartition(":")[2])
     with closing(socket.create_server(("127.0.0.1", port))):
@@ -215,8 +215,7 @@ def test_different_versions() -> None:
 
 @pytest.mark.usefixtures("_impatient")
 def test_different_clusters() -> None:
-    """The one with another cluster is refused, and the others end if the right one does not
-    come."""
+    """A worker with another cluster is refused; the others end if the right one never starts."""
     first, worker, other = roles(3)
     *errors, refused = outcomes(meet(first), meet(worker), meet(at(other, 1, "127.0.0.1:9")))
     assert isinstance(refused, ClusterError)
@@ -227,7 +226,7 @@ def test_different_clusters() -> None:
 
 
 def test_one_of_an_earlier_start() -> None:
-    """A process that has another cluster does not end those whose own one comes."""
+    """A process of another cluster does not end workers whose own peers start."""
     first, worker, last = roles(3)
 
     def come_after_it() -> None:
@@ -239,8 +238,8 @@ def test_one_of_an_earlier_start() -> None:
 
 
 def test_worker_that_is_started_again() -> None:
-    """One that has vanished while the others wait may come back, also before its connection is
-    known to be broken."""
+    """A worker that vanished during the wait may return, even before its broken connection is
+    noticed."""
     first, worker, last = roles(3)
     host, _, port = first.cluster["worker"][0].rpartition(":")
 
@@ -258,7 +257,7 @@ def test_worker_that_is_started_again() -> None:
 
 
 def connected(host: str, port: int) -> socket.socket:
-    """To the chief, which may not listen yet."""
+    """Connects to the chief, which may not listen yet."""
     while True:
         try:
             return socket.create_connection((host, port), 5)
@@ -268,8 +267,8 @@ def connected(host: str, port: int) -> socket.socket:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_connected_again(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose connection is lost on the way comes back with a second one, even if what it
-    sent on the first one arrives later."""
+    """A worker whose connection broke returns with a second one, even if the data of the first one
+    arrives later."""
     first, worker, last = roles(3)
     lines = announced(monkeypatch)
     host, _, port = first.cluster["worker"][0].rpartition(":")
@@ -293,7 +292,7 @@ def test_connected_again(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_failure_of_a_process_that_is_not_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as another program in the same container."""
+    """Another program in the same container may use the port."""
     first, worker, last = roles(3)
     lines = announced(monkeypatch)
 
@@ -318,7 +317,7 @@ def test_failure_of_a_process_that_is_not_the_worker(monkeypatch: pytest.MonkeyP
 def test_chief_that_is_interrupted(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others do not go on waiting."""
+    """The others stop waiting."""
     first, worker, _ = roles(3)
 
     def interrupt(line: str) -> None:
@@ -344,7 +343,7 @@ def test_same_index_twice() -> None:
 
 
 def test_own_address_may_differ() -> None:
-    """Some schedulers give a process another name for itself than the others know it by."""
+    """With some schedulers, a process knows itself by another name than the others do."""
     first, worker = roles(2)
     port = worker.cluster["worker"][1].rpartition(":")[2]
     assert outcomes(meet(first), meet(at(worker, 1, f"localhost:{port}"))) == [None, None]
@@ -387,7 +386,7 @@ def test_another_worker_at_the_chiefs_address(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tensorflow_at_the_chiefs_address() -> None:
-    """A chief whose script makes the strategy itself is waited for by TensorFlow."""
+    """If the chief's script makes the strategy itself, TensorFlow waits for the chief."""
     _, worker = roles(2)
     with serving(worker, SETTINGS) as received:
         assert outcomes(meet(worker)) == [None]
@@ -410,7 +409,7 @@ def test_tensorflow_comes_to_the_chief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_else_comes_to_the_chief() -> None:
-    """Probes and scanners are sent away."""
+    """Connections of probes and scanners are closed."""
     first, worker = roles(2)
     host, _, port = first.cluster["worker"][0].rpartition(":")
 
@@ -468,7 +467,7 @@ def test_signals_end_the_wait(index: int, number: signal.Signals) -> None:
 
 
 def test_two_chiefs() -> None:
-    """Two machines with index 0: the one that is not at the address says who is."""
+    """Two machines have index 0: the one that is not at the address names the one that is."""
     with hosts(2) as machines:
         [port] = free_ports(1)
         cluster = [f"{machine.address}:{port}" for machine in machines]

@@ -1,4 +1,4 @@
-"""Reports of all workers, brought together by the chief."""
+"""Reports of all workers, collected by the chief."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLUSTER = {"worker": tuple(f"127.0.0.1:{port}" for port in range(WORKERS))}
 
 @dataclass
 class Heard:
-    """What the chief is told."""
+    """Collects the calls on the chief."""
 
     together: list[list[str]] = field(default_factory=list)
     lost: list[AgreementError] = field(default_factory=list)
@@ -68,7 +68,7 @@ def workers() -> Iterator[Workers]:
 
 
 def test_together(workers: Workers) -> None:
-    """The n-th ones of all, by rank, whoever is first; the store keeps none of them."""
+    """The n-th reports of all workers arrive together, by rank, and are deleted from the store."""
     for number in range(5):
         for rank in (2, 0, 1):
             workers.all[rank].send(partial(str, f"{rank} says {number}"))
@@ -83,7 +83,7 @@ def test_together(workers: Workers) -> None:
 
 
 def test_one_is_missing(workers: Workers) -> None:
-    """Nothing is told before all have reported."""
+    """The chief gets no reports before all workers have reported."""
     workers.all[1].send(lambda: "1")
     workers.all[0].send(lambda: "0")
     assert workers.heard.together == []
@@ -102,7 +102,7 @@ def test_end_with_one_missing(workers: Workers) -> None:
 
 
 def test_words_are_lost(workers: Workers) -> None:
-    """That is told once, and nobody is kept."""
+    """A lost worker is reported once, and closing does not wait for it."""
     workers.store.breaks_at = "keras_distplug/told/a session/report/0/1"
     workers.all[0].send(lambda: "0")
     workers.all[0].send(lambda: "0")
@@ -123,7 +123,7 @@ def test_report_that_cannot_be_made(workers: Workers) -> None:
 
 
 def test_last_ones(workers: Workers) -> None:
-    """The end waits for what is under way, if it is told to."""
+    """Closing waits for reports in progress, if requested."""
     workers.all[0].send(lambda: "0")
     ends = threading.Thread(target=workers.all[0].close, args=(30,))
     ends.start()
@@ -136,7 +136,7 @@ def test_last_ones(workers: Workers) -> None:
 
 @pytest.mark.parametrize("where", ["made", "taken"])
 def test_failure(where: str, workers: Workers) -> None:
-    """What fails otherwise reaches who reports next."""
+    """Other errors are raised by the next report."""
 
     def fail(*_: object) -> str:
         raise ZeroDivisionError("a bug")

@@ -32,7 +32,7 @@ def srun(**changes: str) -> dict[str, str]:
 
 
 def test_worker_of_tf_config() -> None:
-    """TF_CONFIG names the task, its place and the cluster."""
+    """TF_CONFIG names the task, its index and the cluster."""
     role = from_environment(tf_config(TWO, {"type": "worker", "index": 1}))
     assert role == Role("worker", 1, {"worker": ("a:1", "b:2")}, "TF_CONFIG")
     assert (role.name, role.world_size, role.is_chief) == ("worker-1", 2, False)
@@ -52,7 +52,7 @@ def test_chief_task_is_chief() -> None:
 
 
 def test_ps_is_never_chief() -> None:
-    """A parameter server is no chief, not even number 0 of a cluster without one."""
+    """A parameter server is never the chief, not even number 0 of a cluster without one."""
     cluster = {**TWO, "ps": ["p:1"]}
     assert not from_environment(tf_config(cluster, {"type": "ps", "index": 0})).is_chief
 
@@ -64,7 +64,7 @@ def test_evaluator_outside_the_cluster() -> None:
 
 
 def test_address_of_ipv6() -> None:
-    """In brackets."""
+    """IPv6 addresses are in brackets."""
     cluster = {"worker": ["[::1]:1", "[fe80::1]:2"]}
     assert from_environment(tf_config(cluster, {"type": "worker", "index": 0})).world_size == 2
 
@@ -79,8 +79,8 @@ def test_address_of_ipv6() -> None:
     ],
 )
 def test_numbered_by_a_launcher(environ: dict[str, str]) -> None:
-    """A process that is one of several, but cannot know where the others are, is refused, unless it
-    is told to be alone, or alone under a supervisor."""
+    """One of several processes without the addresses of the others is refused, unless the
+    environment declares it a single process."""
     with pytest.raises(ClusterError, match=r"one of [24] .*keras-distplug run --workers [24]"):
         require_not_numbered(environ)
     size = next(name for name in environ if name.endswith("SIZE"))
@@ -101,14 +101,14 @@ def test_index_in_quotes() -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": " {} "}])
 def test_single_process(environ: dict[str, str]) -> None:
-    """Without TF_CONFIG, or with an empty one, the process is alone and is its own chief."""
+    """Without TF_CONFIG, or with an empty one, this is a single process and its own chief."""
     role = from_environment(environ)
     assert role == Role("worker", 0, {}, "single process")
     assert (role.is_chief, role.world_size, role.to_tf_config()) == (True, 1, "{}")
 
 
 def test_empty_tf_config_overrules_slurm() -> None:
-    """An empty TF_CONFIG says "single process", inside a Slurm step too."""
+    """An empty TF_CONFIG means a single process, inside a Slurm step, too."""
     assert from_environment(srun(TF_CONFIG="{}")).world_size == 1
 
 
@@ -126,7 +126,7 @@ def test_empty_tf_config_overrules_slurm() -> None:
     ],
 )
 def test_malformed(text: str, complaint: str) -> None:
-    """A TF_CONFIG of another shape is refused by naming the part that is wrong."""
+    """A malformed TF_CONFIG is refused, with the part that is wrong."""
     with pytest.raises(ClusterError, match=complaint):
         from_environment({"TF_CONFIG": text})
 
@@ -152,7 +152,7 @@ def test_malformed(text: str, complaint: str) -> None:
     ],
 )
 def test_impossible_cluster(cluster: object, complaint: str) -> None:
-    """A cluster that cannot be is refused by naming the entry that is wrong."""
+    """An impossible cluster is refused, with the entry that is wrong."""
     with pytest.raises(ClusterError, match=complaint):
         from_environment(tf_config(cluster, {"type": "worker", "index": 0}))
 
@@ -171,7 +171,7 @@ def test_impossible_cluster(cluster: object, complaint: str) -> None:
     ],
 )
 def test_impossible_task(task: object, complaint: str) -> None:
-    """A task that is not of the cluster is refused by naming what is expected."""
+    """A task outside the cluster is refused, with the expected values."""
     with pytest.raises(ClusterError, match=complaint):
         from_environment(tf_config(TWO, task))
 
@@ -185,7 +185,7 @@ def test_impossible_task(task: object, complaint: str) -> None:
     ],
 )
 def test_errors_keep_secrets(text: str) -> None:
-    """What does not look like an address or a name is never repeated in an error."""
+    """Errors never repeat text that does not look like an address or a name."""
     with pytest.raises(ClusterError) as caught:
         from_environment({"TF_CONFIG": text})
     assert "hunter2" not in str(caught.value)
@@ -200,7 +200,7 @@ def test_tf_config_round_trip() -> None:
 
 
 def test_slurm_step() -> None:
-    """The tasks of an srun step are workers, in blocks over the nodes, each with its own port."""
+    """The tasks of an srun step are workers, in blocks over the nodes, one port each."""
     role = from_environment(srun())
     hosts = [address.split(":")[0] for address in role.cluster["worker"]]
     assert hosts == ["node01", "node01", "node02", "node02", "node07", "node07", "gpu5"]
@@ -218,7 +218,7 @@ def test_slurm_tasks_see_one_cluster() -> None:
 
 @pytest.mark.parametrize("job", ["1", "749", "750", "4294967295"])
 def test_slurm_ports_below_the_ephemeral_range(job: str) -> None:
-    """Ports that Slurm did not reserve lie where no outgoing connection takes them."""
+    """Ports that Slurm did not reserve are outside the range of outgoing connections."""
     cluster = from_environment(srun(SLURM_JOB_ID=job)).cluster
     ports = {int(address.split(":")[1]) for address in cluster["worker"]}
     assert min(ports) >= 20000
@@ -226,7 +226,7 @@ def test_slurm_ports_below_the_ephemeral_range(job: str) -> None:
 
 
 def test_slurm_reserved_ports() -> None:
-    """Ports that srun reserved are used, one for each task of a node."""
+    """Ports that srun reserved are used, one for every task of a node."""
     role = from_environment(srun(SLURM_STEP_RESV_PORTS="12005,12010-12011"))
     assert role.cluster["worker"][:3] == ("node01:12005", "node01:12010", "node02:12005")
 
@@ -249,7 +249,7 @@ def test_too_few_reserved_ports() -> None:
     ],
 )
 def test_not_an_srun_step(outside: dict[str, str]) -> None:
-    """Inside sbatch or salloc alone, or in a step of one task, the process is alone."""
+    """In sbatch or salloc without srun, or in a step of one task, this is a single process."""
     assert from_environment(srun(**outside)).source == "single process"
 
 
@@ -269,7 +269,7 @@ def test_not_an_srun_step(outside: dict[str, str]) -> None:
     ],
 )
 def test_slurm_nonsense(changes: dict[str, str], complaint: str) -> None:
-    """Slurm variables that make no sense together are refused with what to do instead."""
+    """Inconsistent Slurm variables are refused, with a remedy."""
     with pytest.raises(ClusterError, match=complaint):
         from_environment(srun(**changes))
 

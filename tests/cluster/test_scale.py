@@ -1,6 +1,6 @@
-"""What many workers say to each other and to the store, counted in a simulation.
+"""Messages between many workers, and requests to the store, counted in a simulation.
 
-The numbers are exact, so that what would make them grow with the square of the workers fails.
+The numbers are exact, so growth with the square of the number of workers fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cost_of(operation: str, count: int) -> Iterator[Cost]:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_agreements(count: int) -> None:
-    """A word of each to the chief, and the chief's word to each."""
+    """Every worker sends one message to the chief, and gets one from it."""
     others = count - 1
     with cost_of("one_tells_all", count) as cost:
         assert cost.messages == {"put": 1, "get": others}
@@ -39,7 +39,7 @@ def test_agreements(count: int) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_stop(count: int) -> None:
-    """All are told at once: one of them sends letters, and all are asked once how far they are."""
+    """Preemption: one worker sends a letter to all, and every worker reports its progress once."""
     with cost_of("stop", count) as cost:
         claims, letters, moments, word = count, count, count, 1
         assert cost.messages["put"] == claims + letters + moments + word
@@ -49,7 +49,7 @@ def test_stop(count: int) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_statistics(count: int) -> None:
-    """A report of each to the chief, which nobody else reads."""
+    """Every worker sends one report to the chief, and no other worker reads it."""
     with cost_of("statistics", count) as cost:
         assert cost.messages == {"put": count - 1, "get": count - 1, "delete": 1}
         assert cost.kept == 0
@@ -57,8 +57,8 @@ def test_statistics(count: int) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_checkpoints(count: int) -> None:
-    """A save asks the store for no more than its files and a few listings; who restores reads
-    files whose number does not grow with the workers beyond the size of what they hold."""
+    """A save requests only its files and a few listings from the store. The number of files that a
+    restore reads depends on their size, not on the number of workers."""
     with at_scale.cluster(count) as made:
         save, restore = at_scale.saved(made), at_scale.restored(made)
     others = count - 1
@@ -77,7 +77,7 @@ def test_checkpoints(count: int) -> None:
 
 
 def test_writers_of_many() -> None:
-    """Of thousands of workers so many write that files do not get small; the others none."""
+    """Of thousands of workers, only as many write as keeps files large."""
     for workers, size, writers in ((8, 10, 8), (64, 10, 64), (4096, 10, 64), (4096, 2**30, 256)):
         assert at_scale.commit._writers(size, workers) == writers
         places = [at_scale.commit._place_of(rank, writers, workers) for rank in range(workers)]
@@ -86,7 +86,7 @@ def test_writers_of_many() -> None:
 
 
 def test_some_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a few of many workers have written is whole."""
+    """A checkpoint that a few of many workers wrote is complete."""
     monkeypatch.setattr(at_scale, "STATE_BYTES", 2**22)
     monkeypatch.setattr(at_scale.commit, "_ALL_WRITE", 3)
     with at_scale.cluster(7) as made:

@@ -1,4 +1,4 @@
-"""Directories with runs for the commands to look at."""
+"""Makes directories with runs for tests of the commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def final(step: int, **changes: Any) -> TrainState:
 
 
 def run(directory: str | Path | Files, *states: TrainState, name: str = RUN) -> Checkpoints:
-    """A run that has saved `states`, all of which are still there."""
+    """Makes a run with one checkpoint per state."""
     files = open_files(directory) if isinstance(directory, str | Path) else directory
     assert runs.begin_run(files, job=None, seed=0).name == name
     checkpoints = Checkpoints(files, keep_last=99, run=name)
@@ -52,7 +52,7 @@ def run(directory: str | Path | Files, *states: TrainState, name: str = RUN) -> 
 
 
 def cut_off(directory: str | Path, name: str, run: str = RUN) -> None:
-    """What a save leaves that was killed behind its first file."""
+    """Makes the remains of a save that was killed after its first file."""
     open_files(directory).create(f"{run}/{name}/aa-1/rank-0-1.safetensors", [b"x" * 100])
 
 
@@ -106,7 +106,7 @@ def _set_aside(checkpoint: Path) -> None:
     (checkpoint / "DAMAGED.json").write_text(json.dumps({"reason": "a bit fell over"}))
 
 
-# What is done to a checkpoint's folder, what is said of it, and whether sizes show it.
+# Kinds of damage: the function that causes it, the reason in messages, is it visible by size?
 HARM: dict[str, tuple[Callable[[Path], None], str, bool]] = {
     "flipped": (_flip, "has changed since it was written", False),
     "cut": (_cut, "bytes were committed|were committed", True),

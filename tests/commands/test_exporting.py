@@ -1,4 +1,4 @@
-"""`export` to safetensors, and what holds for every format: where the file goes, and when."""
+"""`export` to safetensors, and rules for all formats: where a file is written, and when."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weights(state: TrainState) -> dict[str, Any]:
 
 
 def loaded(data: bytes) -> dict[str, np.ndarray]:
-    """What `safetensors.numpy.load` would give if all its releases had bfloat16."""
+    """Returns what `safetensors.numpy.load` would return if all its releases had bfloat16."""
     names = {"BF16": "bfloat16", "F32": "float32"}
     return {
         key: np.frombuffer(bytes(entry["data"]), names[entry["dtype"]]).reshape(entry["shape"])
@@ -50,8 +50,8 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 
 def test_safetensors(directory: str, tmp_path: Path, ask: Ask) -> None:
-    """The file holds the model's variables by name, as the library of safetensors reads them, and
-    says where they are from."""
+    """The file holds the model's variables by name, as the safetensors library reads them, and
+    their origin."""
     made.run(directory, made.state(4), made.state(6))
     out = tmp_path / "model.safetensors"
     code, told = ask("export", directory, out)
@@ -71,7 +71,7 @@ def test_safetensors(directory: str, tmp_path: Path, ask: Ask) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_shares(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that are cut into several files come together, whatever their order."""
+    """Variables that are split over several files are joined, whatever their order."""
     rng = np.random.default_rng(0)
     arrays = {
         f"model/{number}": rng.normal(size=size).astype("float32")
@@ -87,7 +87,7 @@ def test_shares(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_types_without_a_name(tmp_path: Path, ask: Ask) -> None:
-    """Values of a type that safetensors does not have are there as bytes, with their type."""
+    """Values of a type that safetensors lacks are stored as bytes, with their type."""
     values = np.arange(4).reshape(2, 2) * 1j
     made.run(tmp_path, TrainState(Cursor(1, 0, 4), {"model/c": values}))
     out = tmp_path / "model.safetensors"
@@ -111,7 +111,7 @@ def test_types_without_a_name(tmp_path: Path, ask: Ask) -> None:
     ],
 )
 def test_which_is_exported(asked: tuple[str, ...], expected: str, tmp_path: Path, ask: Ask) -> None:
-    """A step, a name, the best by a metric, of equal ones the newest; or the newest."""
+    """Selects a step, a name, the best by a metric (the newest of equal ones), or the newest."""
     good = {"metrics": {"accuracy": 0.5}}
     saved = [made.state(4, 0.9), made.state(8, 0.1), made.state(12, **good), made.final(12, **good)]
     made.run(tmp_path, *saved)
@@ -132,7 +132,7 @@ def test_which_is_exported(asked: tuple[str, ...], expected: str, tmp_path: Path
 def test_what_cannot_be_exported(
     asked: tuple[str, ...], code: int, message: str, tmp_path: Path, say: Say
 ) -> None:
-    """What is not there is an error, and there is no file."""
+    """A missing checkpoint is an error, and no file is written."""
     made.run(tmp_path / "runs", made.state(4))
     found, printed = say("export", tmp_path / "runs", tmp_path / "out.safetensors", *asked)
     assert found == code
@@ -142,8 +142,8 @@ def test_what_cannot_be_exported(
 
 @pytest.mark.parametrize("harm", made.HARM)
 def test_damaged(harm: str, tmp_path: Path, say: Say) -> None:
-    """Of a damaged checkpoint there is no file, nor anything left of one; an older one is to be
-    had."""
+    """A damaged checkpoint leaves no file, not even a part of one; an older one can be
+    exported."""
     made.run(tmp_path / "runs", made.state(4), made.state(8))
     do, _, _ = made.HARM[harm]
     do(tmp_path / "runs" / RUN / "step-00000008")
@@ -171,7 +171,7 @@ def beside(out: str) -> list[str]:
 
 
 def test_overwrite(out: str, tmp_path: Path, say: Say) -> None:
-    """A file that exists stays, unless it is to be overwritten."""
+    """An existing file stays, unless overwriting is requested."""
     made.run(tmp_path / "runs", made.state(4), made.state(8))
     assert say("export", tmp_path / "runs", out, "--step", "4")[0] == 0
     files = open_files(out.rpartition("/")[0])
@@ -187,7 +187,7 @@ def test_overwrite(out: str, tmp_path: Path, say: Say) -> None:
 
 
 def test_overwrite_in_vain(out: str, tmp_path: Path, say: Say) -> None:
-    """A file that was to be overwritten stays if the checkpoint is damaged."""
+    """An existing file stays if the checkpoint is damaged, even with --overwrite."""
     made.run(tmp_path / "runs", made.state(4), made.state(8))
     say("export", tmp_path / "runs", out, "--step", "4")
     made.HARM["flipped"][0](tmp_path / "runs" / RUN / "step-00000008")
@@ -200,7 +200,7 @@ def test_overwrite_in_vain(out: str, tmp_path: Path, say: Say) -> None:
 def test_name_that_is_taken_meanwhile(
     out: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that comes while this one is written stays as it is."""
+    """A file that appears while this one is written stays unchanged."""
     made.run(tmp_path / "runs", made.state(4))
     stock = export_file.write_safetensors
 
@@ -215,7 +215,7 @@ def test_name_that_is_taken_meanwhile(
 
 
 def test_full_disk(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If there is no room, nothing of the file is left."""
+    """If the disk is full, no part of the file remains."""
     made.run(tmp_path / "runs", made.state(4))
 
     def write(path: Path, *_: Any) -> None:
@@ -233,7 +233,7 @@ def test_full_disk(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) ->
     "name", ["", "none/w.safetensors", "memory://w.safetensors", "memory://a/"]
 )
 def test_no_place(name: str, tmp_path: Path, say: Say) -> None:
-    """A folder is no file, and one that is not there is not made."""
+    """A folder is not accepted as the file, and a missing folder is not created."""
     made.run(tmp_path / "runs", made.state(4))
     out = name if "://" in name else tmp_path / name
     code, printed = say("export", tmp_path / "runs", out, "--format", "safetensors")
@@ -242,7 +242,7 @@ def test_no_place(name: str, tmp_path: Path, say: Say) -> None:
 
 
 def test_permissions(tmp_path: Path, ask: Ask) -> None:
-    """The file may be read by those who may read others of this user."""
+    """The file has the usual permissions of this user's files."""
     made.run(tmp_path / "runs", made.state(4))
     ask("export", tmp_path / "runs", tmp_path / "w.safetensors")
     (tmp_path / "other").touch()
@@ -251,7 +251,7 @@ def test_permissions(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file gets its name when its bytes have reached the disk."""
+    """A file gets its name once its bytes have reached the disk."""
     done = []
     for name in ("publish", "sync_folder"):
         stock = getattr(target, name)
@@ -270,6 +270,6 @@ def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("step", [True, 1.5, ["best"]])
 def test_bad_step(step: Any) -> None:
-    """A step that is none is told."""
+    """A step that does not exist is reported."""
     with pytest.raises(ConfigurationError, match="Expected `step`"):
         Export("a.keras", step)

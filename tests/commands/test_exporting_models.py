@@ -66,7 +66,7 @@ def fit(
 
 
 def state(model: keras.Model) -> list[bytes]:
-    """The bits of all that Keras' files hold: they leave out where random numbers stand."""
+    """Returns the bits of all that Keras' files contain; they lack the states of generators."""
     return [v.numpy().tobytes() for v in [*model.weights, *model.optimizer.variables]]
 
 
@@ -113,7 +113,7 @@ def test_keras(trained: tuple[Path, keras.Model], tmp_path: Path, ask: Ask) -> N
 
 
 def test_weights(trained: tuple[Path, keras.Model], tmp_path: Path, ask: Ask) -> None:
-    """The .weights.h5 file goes into a fresh model, also under a name that does not say so."""
+    """The .weights.h5 file can be loaded into a new model, also under another name."""
     directory, model = trained
     ask("export", directory, tmp_path / "last", "--format", "weights.h5")
     os.rename(tmp_path / "last", tmp_path / "last.weights.h5")
@@ -134,7 +134,7 @@ def test_safetensors(trained: tuple[Path, keras.Model], tmp_path: Path, ask: Ask
 
 
 def test_older_step(tmp_path: Path, ask: Ask) -> None:
-    """A step in mid-training is exported as it was then."""
+    """A step in mid-training is exported with the values of that time."""
     then: list[bytes] = []
     model = small.model()
     fit(tmp_path, AtStep(lambda: then.extend(state(model)), 3), model=model, save_freq=3)
@@ -184,7 +184,7 @@ def normalizing() -> keras.Model:
 def test_kinds_of_models(
     make: Callable[[], keras.Model], optimizer: str, tmp_path: Path, ask: Ask
 ) -> None:
-    """Models and optimizers of all kinds come back with every bit."""
+    """Models and optimizers of all kinds are restored bit for bit."""
     keras.utils.set_random_seed(1)
     model = make()
     chosen = {
@@ -241,8 +241,7 @@ model.save("expected.keras")
 
 
 def test_own_classes(tmp_path: Path) -> None:
-    """Classes of a user's own are found when their module is imported, and asked for if it is
-    not."""
+    """Custom classes are found if their module is imported; otherwise, the error asks for it."""
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "train.py").write_text(TRAIN)
 
@@ -307,7 +306,7 @@ def unserializable() -> keras.Model:
 
 
 def test_model_that_cannot_be_told(tmp_path: Path, say: Say) -> None:
-    """Training goes on without MODEL.json; the command says what to do instead, and that works."""
+    """Training continues without MODEL.json; the command names an alternative, which works."""
     runs_, model = tmp_path / "runs", unserializable()
     backup = kd.BackupAndRestore(runs_, delete_checkpoint=False)
     fit(runs_, model=model, backup=backup)
@@ -337,7 +336,7 @@ def test_lambdas_are_not_loaded(tmp_path: Path, say: Say) -> None:
 
 
 def test_failing_disk_at_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If MODEL.json cannot be written, training warns and goes on."""
+    """If MODEL.json cannot be written, training warns and continues."""
     stock = LocalFiles.create
 
     def create(self: LocalFiles, path: str, parts: Any) -> None:
@@ -363,8 +362,8 @@ def wide(activation: str) -> keras.Model:
 
 
 def test_changed_model(tmp_path: Path, ask: Ask) -> None:
-    """A model that was changed in a way that its variables do not show is kept beside the one
-    before; each checkpoint is exported with its own."""
+    """A model changed without any change of its variables is stored next to the previous one, and
+    every checkpoint is exported with its own model."""
     for epochs, activation in ((1, "tanh"), (2, "tanh"), (3, "relu")):
         keras.backend.clear_session()
         fit(tmp_path, model=wide(activation), epochs=epochs)
@@ -377,7 +376,7 @@ def test_changed_model(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_model_of_an_empty_run(tmp_path: Path, ask: Ask) -> None:
-    """A run whose first model made no checkpoint is that of the next model."""
+    """A run whose first model left no checkpoint belongs to the next model."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, small.Stop(0, 0), model=wide("tanh"))
     keras.backend.clear_session()
@@ -387,7 +386,7 @@ def test_model_of_an_empty_run(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_damaged_model_file(tmp_path: Path, say: Say) -> None:
-    """A MODEL.json that was changed is not taken; the next training writes another one."""
+    """A modified MODEL.json is not used; the next training writes a new one."""
     fit(tmp_path, model=wide("tanh"))
     file = tmp_path / RUN / "MODEL.json"
     file.write_text(file.read_text().replace("tanh", "relu"))
@@ -416,7 +415,7 @@ def test_weights_that_follow_from_an_input(trained: tuple[Path, keras.Model]) ->
 
 
 def test_another_model_in_the_file(tmp_path: Path) -> None:
-    """A model that does not fit the checkpoint is refused by the first difference."""
+    """A model that does not match the checkpoint is refused with the first difference."""
     fit(tmp_path, model=wide("tanh"))
     files = open_files(tmp_path)
     stored = CheckpointStore(files, RUN).read("final-00000008")
@@ -467,8 +466,8 @@ def test_undisturbed(
 
 
 def test_export_of_each_kind(tmp_path: Path) -> None:
-    """The callback exports a step, the best, and the newest; after training and in another
-    process's place before it."""
+    """The callback exports a step, the best one and the newest one: after training, and before
+    training in a new process."""
     qualities = iter([0.5, 0.1, 0.4])
 
     class Judge(keras.callbacks.Callback):  # type: ignore[misc]
@@ -494,7 +493,7 @@ def test_export_of_each_kind(tmp_path: Path) -> None:
 
 
 def test_newest_in_mid_training(tmp_path: Path) -> None:
-    """The newest is that whose save was under way: it is waited for."""
+    """The newest checkpoint may still be in progress: the export waits for it."""
     model, backup = small.model(), kd.BackupAndRestore(tmp_path / "runs")
     at_epoch_end: list[bytes] = []
     out = tmp_path / "newest.keras"
@@ -511,7 +510,7 @@ def test_newest_in_mid_training(tmp_path: Path) -> None:
 
 
 def test_nothing_to_export(tmp_path: Path) -> None:
-    """Without checkpoints, because there are none yet or none any more, that is said."""
+    """Missing checkpoints are reported, whether they do not exist yet or were deleted."""
     backup = kd.BackupAndRestore(tmp_path / "runs")
     with pytest.raises(NoCheckpointError, match="holds no run to export"):
         backup.export(tmp_path / "a.keras")
@@ -541,7 +540,7 @@ def test_nothing_to_export(tmp_path: Path) -> None:
 def test_bad_arguments(
     arguments: tuple[Any, ...], message: str, trained: tuple[Path, keras.Model]
 ) -> None:
-    """Bad arguments are told before anything is read or written."""
+    """Bad arguments are reported before anything is read or written."""
     backup = kd.BackupAndRestore(trained[0])
     with pytest.raises(ConfigurationError, match=message):
         backup.export(*arguments)
@@ -549,8 +548,8 @@ def test_bad_arguments(
 
 @pytest.mark.parametrize("fault", ["save", "damage"])
 def test_failed_export(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If saving fails, or the checkpoint is damaged, training has its own values back, and there is
-    no file."""
+    """If saving fails, or the checkpoint is damaged, training gets its own values back, and no file
+    remains."""
     expected = small.state(fit(tmp_path / "expected"))
     directory, out = tmp_path / "runs", tmp_path / "a.keras"
     arguments = {"delete_checkpoint": False, "keep_last": 9, "on_busy": "wait"}
@@ -582,7 +581,7 @@ def test_failed_export(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_under_a_strategy(tmp_path: Path) -> None:
-    """A model of several replicas is exported in mid-training, and undisturbed."""
+    """A model with several replicas can be exported in mid-training without side effects."""
     ended = []
     for exports in (False, True):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -601,7 +600,7 @@ def test_under_a_strategy(tmp_path: Path) -> None:
 
 
 def test_inside_a_scope(tmp_path: Path) -> None:
-    """A model is not made anew inside a scope, into which it would go."""
+    """A model is not rebuilt inside the scope of a strategy, which it would join."""
     fit(tmp_path)
     backup = kd.BackupAndRestore(tmp_path)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -610,7 +609,7 @@ def test_inside_a_scope(tmp_path: Path) -> None:
 
 
 def test_model_error_is_a_configuration_error(trained: tuple[Path, keras.Model]) -> None:
-    """What Keras cannot make is told as such."""
+    """A model that Keras cannot rebuild is reported as such."""
     stored = CheckpointStore(open_files(trained[0]), RUN).read("final-00000008")
     with pytest.raises(ModelError, match="could not be rebuilt"):
         model_export.save_rebuilt(
@@ -625,7 +624,7 @@ def test_model_error_is_a_configuration_error(trained: tuple[Path, keras.Model])
 def test_what_is_taken(
     epochs: int, tmp_path: Path, ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint that `ls` marks for so many `epochs` is the one that `fit` takes."""
+    """`fit` resumes from the checkpoint that `ls` marks for its `epochs`."""
     fit(tmp_path, epochs=2)
     marked = {
         each["taken_by"]: each["name"]

@@ -240,7 +240,7 @@ def test_training_beside_a_link_out_of_the_run(step: int, what: str, tmp_path: P
 
 
 def test_run_that_is_a_link(tmp_path: Path, say: Say) -> None:
-    """Of a run that was moved to another disk, old checkpoints are deleted as a whole."""
+    """Old checkpoints of a run that was moved to another disk are deleted completely."""
     made.run(tmp_path / "disk", made.state(4))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / RUN).symlink_to(tmp_path / "disk" / RUN)

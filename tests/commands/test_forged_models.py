@@ -96,7 +96,7 @@ def test_refused(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in FORGED])
 def test_refused_before_modules_are_imported(kind: str, tmp_path: Path) -> None:
-    """What no module of the user's can make right is refused before those are imported."""
+    """Entries that no user module could make valid are refused before modules are imported."""
     directory = run_with(tmp_path / "runs", FORGED[kind])
     (tmp_path / "own_code.py").write_text("open('imported', 'w')")
     command = ("export", directory, tmp_path / "out.keras", "--import", "own_code")
@@ -118,6 +118,6 @@ def test_manifest_of_larger_arrays(tmp_path: Path, say: Say) -> None:
 
 
 def test_no_mark_of_a_safe_file(tmp_path: Path, say: Say) -> None:
-    """An export to safetensors makes no model, and so takes no notice of its description."""
+    """An export to safetensors builds no model, so it ignores the description."""
     directory = run_with(tmp_path / "runs", FORGED["Lambda"])
     assert say("export", directory, tmp_path / "out.safetensors")[0] == 0

@@ -38,7 +38,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_goodput(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The share, where the rest went, and what became of each attempt."""
+    """The share, where the rest went, and the outcome of every attempt."""
     assert main(["goodput", str(directory)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
@@ -64,7 +64,7 @@ def test_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_waits_that_are_not_known(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of how much time it is not known what of it was waiting."""
+    """Times of which an unknown part was waiting are reported."""
     at = time.time() - 20
     began = events.Began("b", 0, 1, 2, "host", 1, "Strategy", 9, 500)
     steps = [
@@ -86,6 +86,6 @@ def test_waits_that_are_not_known(directory: Path, capsys: pytest.CaptureFixture
 def test_nothing_there(
     arguments: list[str], directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which is told, with what keeps a log."""
+    """A missing log is reported, with the callback that writes it."""
     assert main(["goodput", str(directory), *arguments]) == 3
     assert "There is no log in" in capsys.readouterr().err

@@ -43,7 +43,7 @@ PATHS: dict[str, tuple[str | None, str | None, str | None]] = {
 
 @pytest.mark.parametrize("path", PATHS)
 def test_paths(path: str, directory: str) -> None:
-    """What a path selects, on a disk and in a store."""
+    """Every path selects the right run and checkpoint, on a disk and in a store."""
     made.run(directory, made.state(4))
     found = locations.find(f"{directory}{path}")
     assert found.files.where().rstrip("/") == open_files(directory).where().rstrip("/")
@@ -189,7 +189,7 @@ def test_mistyped(
 
 
 def test_trainings(directory: str, ask: Ask, say: Say) -> None:
-    """`ls` of a folder with several trainings has one line for each."""
+    """`ls` of a folder with several trainings has one line per training."""
     made.run(f"{directory}/mnist", made.state(4), made.final(8))
     made.run(f"{directory}/deep/er/cifar", made.state(4))
     made.run(f"{directory}/new")

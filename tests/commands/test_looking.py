@@ -1,4 +1,4 @@
-"""`ls`, `show` and `verify`: what they say of a directory, and that they change nothing in it."""
+"""`ls`, `show` and `verify` describe a directory, and change nothing in it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def taken(document: Any) -> dict[str, str]:
 
 
 def test_ls(directory: str, ask: Ask) -> None:
-    """Every checkpoint is listed with what its manifest says, the oldest first."""
+    """Every checkpoint is listed with the contents of its manifest, the oldest first."""
     made.run(directory, made.state(4, 0.25), made.state(6))
     code, told = ask("ls", directory)
     assert code == 0
@@ -71,7 +71,7 @@ def test_ls(directory: str, ask: Ask) -> None:
 
 
 def test_ls_for_people(directory: str, say: Say) -> None:
-    """The table says the same, unbroken where nobody looks at its width."""
+    """The table shows the same; in a pipe, its lines are not broken."""
     made.run(directory, made.state(4, 0.25), made.final(8))
     made.cut_off(directory, "step-00000009")
     code, printed = say("ls", directory)
@@ -85,7 +85,7 @@ def test_ls_for_people(directory: str, say: Say) -> None:
 
 
 def test_many_metrics(tmp_path: Path, say: Say) -> None:
-    """Of many metrics a line has the losses."""
+    """With many metrics, a line shows only the losses."""
     metrics = {"loss": 1.0, "val_loss": 2.0, **{f"metric_{each}": 3.0 for each in range(9)}}
     made.run(tmp_path, made.state(4, metrics=metrics))
     _, printed = say("ls", tmp_path)
@@ -111,13 +111,13 @@ def test_many_metrics(tmp_path: Path, say: Say) -> None:
 def test_what_is_taken(
     saved: list[Any], expected: dict[str, str], tmp_path: Path, ask: Ask
 ) -> None:
-    """What a `fit` would take up is marked, with the `epochs` for which it would."""
+    """The checkpoint that a `fit` would resume from is marked, with the `epochs` of that `fit`."""
     made.run(tmp_path, *saved)
     assert taken(ask("ls", tmp_path)[1]) == expected
 
 
 def test_several_runs(directory: str, ask: Ask) -> None:
-    """All runs are listed, or the one asked for; training goes on with the newest that holds a
+    """All runs are listed, or the selected one. Training resumes the newest run with a
     checkpoint."""
     made.run(directory, made.state(4))
     made.run(directory, made.state(8), name="run-0002")
@@ -133,7 +133,7 @@ def test_several_runs(directory: str, ask: Ask) -> None:
 
 
 def test_saves_without_end(directory: str, ask: Ask) -> None:
-    """A save that never came to its end is told from one that may be under way."""
+    """An interrupted save is distinguished from one that may be in progress."""
     made.run(directory, made.state(4), made.state(8))
     made.cut_off(directory, "step-00000006")
     made.cut_off(directory, "step-00000010")
@@ -148,8 +148,8 @@ def test_saves_without_end(directory: str, ask: Ask) -> None:
 
 @pytest.mark.parametrize("harm", ["manifest", "half a manifest", "set aside"])
 def test_damaged(harm: str, tmp_path: Path, ask: Ask, say: Say) -> None:
-    """A checkpoint whose manifest is damaged, or that was set aside, is named with its reason, and
-    is not what is taken."""
+    """A checkpoint with a damaged manifest, or a quarantined one, is named with the reason, and
+    training does not resume from it."""
     made.run(tmp_path, made.state(4), made.state(8))
     do, reason, _ = made.HARM[harm]
     do(tmp_path / RUN / "step-00000008")
@@ -162,14 +162,14 @@ def test_damaged(harm: str, tmp_path: Path, ask: Ask, say: Say) -> None:
 
 
 def test_nothing_whole_is_taken(tmp_path: Path, ask: Ask) -> None:
-    """If all are damaged, a `fit` takes none but ends in an error."""
+    """If all checkpoints are damaged, a `fit` resumes from none of them: it raises an error."""
     made.run(tmp_path, made.state(4))
     made.HARM["manifest"][0](tmp_path / RUN / "step-00000004")
     assert taken(ask("ls", tmp_path)[1]) == {}
 
 
 def test_damaged_record(tmp_path: Path, ask: Ask) -> None:
-    """A run whose record is damaged or gone is listed, and said not to be taken up."""
+    """A run whose record is damaged or missing is listed as one that is not resumed."""
     made.run(tmp_path, made.state(4))
     record = tmp_path / RUN / "RUN.json"
     record.write_text(record.read_text().replace('"seed": 0', '"seed": 1'))
@@ -182,13 +182,13 @@ def test_damaged_record(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_no_json_numbers(tmp_path: Path, ask: Ask) -> None:
-    """What is no number in JSON is null."""
+    """Numbers that JSON lacks are null."""
     made.run(tmp_path, made.state(4, float("nan")))
     assert ask("ls", tmp_path)[1]["runs"][0]["checkpoints"][0]["metrics"]["val_loss"] is None
 
 
 def test_training_cleans_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes while a command looks is left out, and is not damage."""
+    """A checkpoint that is deleted while a command runs is skipped, and is not damage."""
     kept = made.run(tmp_path, made.state(4), made.state(8))
     stock, cleaned = LocalFiles.read, []
 
@@ -211,7 +211,7 @@ def test_training_cleans_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_show(directory: str, ask: Ask, say: Say) -> None:
-    """By default the newest checkpoint is told in full."""
+    """By default, the newest checkpoint is shown in full."""
     made.run(directory, made.state(4), made.state(6))
     code, told = ask("show", directory)
     assert code == 0
@@ -246,7 +246,7 @@ def test_show(directory: str, ask: Ask, say: Say) -> None:
     ],
 )
 def test_which_is_shown(asked: tuple[str, ...], expected: str, tmp_path: Path, ask: Ask) -> None:
-    """One can be asked for by step, by name, and in another run."""
+    """A checkpoint can be selected by step, by name, and in another run."""
     saved = [made.state(4), made.state(8), made.state(8), made.final(8)]
     made.run(tmp_path, *saved)
     made.run(tmp_path, made.state(12), name="run-0002")
@@ -255,7 +255,7 @@ def test_which_is_shown(asked: tuple[str, ...], expected: str, tmp_path: Path, a
 
 
 def test_show_end(tmp_path: Path, ask: Ask, say: Say) -> None:
-    """The end of a run says how it came."""
+    """The final checkpoint shows how the run ended."""
     end = Completion(epochs=5, stopped_early=True)
     made.run(tmp_path, made.state(8, completion=end))
     assert ask("show", tmp_path)[1]["completion"] == {"epochs": 5, "stopped_early": True}
@@ -274,7 +274,7 @@ def test_show_end(tmp_path: Path, ask: Ask, say: Say) -> None:
 def test_what_cannot_be_shown(
     asked: tuple[str, ...], code: int, message: str, tmp_path: Path, say: Say
 ) -> None:
-    """What is not there, or damaged, is an error that says what there is."""
+    """A missing or damaged checkpoint is an error that lists the existing ones."""
     made.run(tmp_path, made.state(4), made.state(8))
     made.HARM["set aside"][0](tmp_path / RUN / "step-00000008")
     found, printed = say("show", tmp_path, *asked)
@@ -286,7 +286,7 @@ def test_what_cannot_be_shown(
 
 
 def test_verify_whole(directory: str, ask: Ask, say: Say) -> None:
-    """Whole checkpoints are whole; what is left of a save is no damage."""
+    """Intact checkpoints are reported as such; the rest of an interrupted save is not damage."""
     made.run(directory, made.state(4), made.state(8), made.final(8))
     made.cut_off(directory, "step-00000006")
     for deep in ((), ("--deep",)):
@@ -304,7 +304,7 @@ def test_verify_whole(directory: str, ask: Ask, say: Say) -> None:
 
 @pytest.mark.parametrize("harm", made.HARM)
 def test_verify_damage(harm: str, tmp_path: Path, ask: Ask, say: Say) -> None:
-    """Each kind of damage is found and named; a flipped bit by --deep only."""
+    """Every kind of damage is found and named; a flipped bit only with --deep."""
     made.run(tmp_path, made.state(4), made.state(8))
     do, reason, is_seen_by_size = made.HARM[harm]
     do(tmp_path / RUN / "step-00000004")
@@ -322,7 +322,7 @@ def test_verify_damage(harm: str, tmp_path: Path, ask: Ask, say: Say) -> None:
 
 
 def test_verify_some(tmp_path: Path, ask: Ask) -> None:
-    """Only what is asked for is looked at."""
+    """Only the selected checkpoints are checked."""
     made.run(tmp_path, made.state(4), made.state(8))
     made.HARM["missing"][0](tmp_path / RUN / "step-00000004")
     assert ask("verify", tmp_path, "--step", "8")[0] == 0
@@ -335,7 +335,7 @@ def test_verify_some(tmp_path: Path, ask: Ask) -> None:
 
 @pytest.mark.parametrize("name", ["RUN.json", "MODEL.json"])
 def test_verify_records(name: str, tmp_path: Path, ask: Ask) -> None:
-    """What a run has beside its checkpoints is verified, too."""
+    """The other files of a run are verified, too."""
     made.run(tmp_path, made.state(4))
     (tmp_path / RUN / name).write_text("{}")
     code, told = ask("verify", tmp_path)
@@ -344,7 +344,7 @@ def test_verify_records(name: str, tmp_path: Path, ask: Ask) -> None:
 
 
 def test_another_release(tmp_path: Path, ask: Ask) -> None:
-    """What another release has written is unreadable, not damaged."""
+    """A checkpoint that another release wrote is unreadable, not damaged."""
     made.run(tmp_path, made.state(4))
     manifest = tmp_path / RUN / "step-00000004" / "MANIFEST.json"
     body = json.loads(manifest.read_text())
@@ -362,7 +362,7 @@ def test_another_release(tmp_path: Path, ask: Ask) -> None:
 
 @pytest.mark.parametrize("command", LOOKING, ids=" ".join)
 def test_nothing_is_changed(command: tuple[str, ...], tmp_path: Path) -> None:
-    """Looking writes nothing and deletes nothing, whatever is found."""
+    """Commands that only read write and delete nothing, whatever they find."""
     made.run(tmp_path, *(made.state(step) for step in range(4, 36, 4)), made.final(36))
     for step, (do, _, _) in zip(range(4, 32, 4), made.HARM.values(), strict=True):
         do(tmp_path / RUN / f"step-{step:08d}")
@@ -375,7 +375,7 @@ def test_nothing_is_changed(command: tuple[str, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [*LOOKING, ("export", "x.safetensors")], ids=" ".join)
 @pytest.mark.parametrize("kind", ["missing", "empty", "other", "store"])
 def test_nothing_there(command: tuple[str, ...], kind: str, tmp_path: Path, say: Say) -> None:
-    """A directory without a run has an exit code of its own, and is not made."""
+    """A directory without a run has its own exit code, and is not created."""
     place = tmp_path / "runs"
     if kind != "missing":
         place.mkdir()
@@ -390,7 +390,7 @@ def test_nothing_there(command: tuple[str, ...], kind: str, tmp_path: Path, say:
 
 @pytest.mark.parametrize("command", ["show", "verify", "export"])
 def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -> None:
-    """A run that was begun, and no more, holds nothing either."""
+    """A run that has only started holds nothing either."""
     made.run(directory)
     out = (tmp_path / "x.safetensors",) if command == "export" else ()
     code, printed = say(command, directory, *out)
@@ -422,7 +422,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
 def test_wrong_usage(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wrong usage is told, with the exit code of that."""
+    """Wrong usage is reported, with its exit code."""
     try:
         code: Any = main(arguments)
     except SystemExit as error:
@@ -432,7 +432,7 @@ def test_wrong_usage(
 
 
 def test_storage_options_in_a_file(tmp_path: Path, ask: Ask) -> None:
-    """Options may stand in a file, out of the list of processes."""
+    """Options may be in a file, so that they do not appear in the list of processes."""
     made.run("memory://options-in-a-file", made.state(4))
     (tmp_path / "options.json").write_text("{}")
     options = f"@{tmp_path / 'options.json'}"
@@ -453,7 +453,7 @@ def test_unreadable(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("command", ["", "run", "ls", "show", "verify", "prune", "export"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each help has an example and the exit codes."""
+    """Every help text has an example and the exit codes."""
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
     assert ended.value.code == 0
@@ -464,7 +464,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [*LOOKING, ("prune",), ("export",)], ids=" ".join)
 def test_light(command: tuple[str, ...], tmp_path: Path) -> None:
-    """They load neither TensorFlow nor Keras, and fsspec for stores only."""
+    """These commands load neither TensorFlow nor Keras, and fsspec only for stores."""
     made.run(tmp_path / "runs", *(made.state(step) for step in (4, 8, 12)))
     out = [str(tmp_path / "out.safetensors")] if command == ("export",) else []
     arguments = [command[0], str(tmp_path / "runs"), *out, *command[1:]]
@@ -484,7 +484,7 @@ def test_light(command: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_the_command_itself(tmp_path: Path) -> None:
-    """A process has the exit code, and its table does not break off in a pipe."""
+    """A process has the exit code, and its table is not cut in a pipe."""
     made.run(tmp_path, made.state(4))
     done = subprocess.run(
         [sys.executable, "-m", "keras_distplug", "ls", str(tmp_path)],
@@ -499,7 +499,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
 
 
 def test_store_is_left_alone(tmp_path: Path) -> None:
-    """What `newest` of a store would set aside stands as it is behind a look."""
+    """A damaged checkpoint that `newest` of a store would quarantine is left unchanged by `ls`."""
     made.run(tmp_path, made.state(4), made.state(8))
     made.HARM["manifest"][0](tmp_path / RUN / "step-00000008")
     main(["ls", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""`prune`: what goes, and above all what does not."""
+"""`prune`: which checkpoints it deletes, and above all which it keeps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gone(document: Any) -> dict[str, str]:
     ],
 )
 def test_what_goes(keep: tuple[str, ...], expected: set[int], directory: str, ask: Ask) -> None:
-    """What no rule keeps goes, of checkpoints under way and of ends; the rest stays whole."""
+    """Step and final checkpoints that no rule keeps are deleted; the rest stays intact."""
     losses = {4: 0.9, 8: 0.1, 12: 0.8, 16: 0.5, 20: 0.6}
     store = made.run(directory, *(made.state(step, loss) for step, loss in losses.items()))
     store.save(made.final(20))
@@ -74,7 +74,7 @@ def test_dry_run(directory: str, ask: Ask, say: Say) -> None:
 
 
 def test_all_runs(tmp_path: Path, ask: Ask) -> None:
-    """All runs are pruned, each by itself, or the one asked for."""
+    """All runs are pruned separately, or only the selected one."""
     for name in (RUN, "run-0002"):
         made.run(tmp_path, *(made.state(step) for step in (4, 8)), name=name)
     ask("prune", tmp_path, "--keep-last", "1", "--run", "run-0002")
@@ -84,8 +84,8 @@ def test_all_runs(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_what_may_be_under_way(directory: str, ask: Ask) -> None:
-    """A save that is newer than the newest committed one is left alone, and so is all of a run that
-    has none."""
+    """A save newer than the newest committed checkpoint is left alone, as is everything in a run
+    without one."""
     made.run(directory, made.state(4), made.state(8))
     made.run(directory, name="run-0002")
     for name in ("step-00000010", "step-00000008-2", "final-00000006"):
@@ -98,7 +98,7 @@ def test_what_may_be_under_way(directory: str, ask: Ask) -> None:
 
 
 def test_commit_meanwhile(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a training commits while prune looks stays, as does what was the newest before."""
+    """A checkpoint that training commits meanwhile stays, as does the newest one before it."""
     store = made.run(tmp_path, made.state(4), made.state(8))
     stock, saved = LocalFiles.size, []
 
@@ -117,8 +117,8 @@ def test_commit_meanwhile(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("harm", [harm for harm in made.HARM if harm != "flipped"])
 def test_damaged_ones(harm: str, tmp_path: Path, ask: Ask) -> None:
-    """A damaged checkpoint does not count as one that is kept, and goes only when asked, and only
-    if a newer one is whole."""
+    """A damaged checkpoint does not count as one that is kept. It is deleted only on request, and
+    only if a newer one is intact."""
     store = made.run(tmp_path, *(made.state(step) for step in (4, 8, 12, 16)))
     do, _, _ = made.HARM[harm]
     do(tmp_path / RUN / "step-00000008")
@@ -132,7 +132,7 @@ def test_damaged_ones(harm: str, tmp_path: Path, ask: Ask) -> None:
 
 
 def test_only_damaged_ones(tmp_path: Path, ask: Ask) -> None:
-    """If none is whole, nothing goes."""
+    """If no checkpoint is intact, nothing is deleted."""
     made.run(tmp_path, made.state(4), made.state(8))
     for step in (4, 8):
         made.HARM["cut"][0](tmp_path / RUN / f"step-{step:08d}")
@@ -143,7 +143,7 @@ def test_only_damaged_ones(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_newest_is_verified(tmp_path: Path, say: Say) -> None:
-    """Nothing is deleted if a bit has fallen over in what is to stay; that is not even noted."""
+    """Nothing is deleted, or marked, if a bit has flipped in the checkpoint that should stay."""
     made.run(tmp_path, made.state(4), made.state(8))
     made.HARM["flipped"][0](tmp_path / RUN / "step-00000008")
     before = made.contents(tmp_path)
@@ -155,8 +155,8 @@ def test_newest_is_verified(tmp_path: Path, say: Say) -> None:
 
 
 def test_one_before_the_newest_is_verified(tmp_path: Path, ask: Ask) -> None:
-    """If a bit has fallen over in the checkpoint before the newest, an older one stays in its
-    place; a dry run says the same. The damaged one goes only when asked."""
+    """If a bit has flipped in the checkpoint before the newest, an older one stays in its place; a
+    dry run reports the same. The damaged one is deleted only on request."""
     store = made.run(tmp_path, *(made.state(step) for step in (4, 8, 12, 16)))
     store.save(made.final(16))
     made.HARM["flipped"][0](tmp_path / RUN / "step-00000012")
@@ -174,7 +174,7 @@ def test_one_before_the_newest_is_verified(tmp_path: Path, ask: Ask) -> None:
 def test_one_before_the_newest_cannot_be_read(
     tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If that cannot be read, an older one stays, too. Other runs are pruned."""
+    """If that one cannot be read, an older one stays, too. Other runs are pruned."""
     made.run(tmp_path, *(made.state(step) for step in (4, 8, 12)))
     made.run(tmp_path, *(made.state(step) for step in (3, 7, 11)), name="run-0002")
     stock, refused = LocalFiles.read_into, []

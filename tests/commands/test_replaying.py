@@ -28,7 +28,7 @@ BAD = (1, 2)  # epoch and batch
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a training with checkpoints at steps 2, 4 and so on to 12, and a NaN in step 7."""
+    """A training with checkpoints at steps 2, 4 and so on to 12, and a NaN in step 7."""
     made = tmp_path_factory.mktemp("runs")
     x = np.tile(small.X[:8], (12, 1))
     x[6 * 8 + 5, 1] = np.nan
@@ -59,7 +59,7 @@ def another(directory: Path, data: Any, **changes: Any) -> str:
 
 
 def test_not_finite(directory: Path, ask: Ask, say: Say) -> None:
-    """With the values from before the incident, what begins it is told."""
+    """With the values from before the incident, its first cause is reported."""
     code, told = ask("replay", directory)
     assert code == 1
     assert (told["run"], told["checkpoint"]) == ("run-0001", "step-00000006")
@@ -74,7 +74,7 @@ def test_not_finite(directory: Path, ask: Ask, say: Say) -> None:
 
 
 def test_finite(directory: Path, ask: Ask) -> None:
-    """A batch with which nothing is wrong, by name."""
+    """A batch without non-finite values, selected by name."""
     name = another(directory, (small.X[:8], small.Y[:8]))
     code, told = ask("replay", directory, name)
     assert (code, told["is_finite"], told["origin"]) == (0, True, None)
@@ -94,7 +94,7 @@ def test_finite(directory: Path, ask: Ask) -> None:
 def test_checkpoint(
     changes: Any, arguments: Any, checkpoint: str, directory: Path, ask: Ask
 ) -> None:
-    """The newest from before, or the oldest there is, or the one that is asked for."""
+    """The newest checkpoint from before, else the oldest, or the selected one."""
     name = another(directory, (small.X[:8], small.Y[:8]), **changes)
     code, told = ask("replay", directory, name, *arguments)
     assert (code, told["checkpoint"]) == (0, checkpoint)

@@ -335,7 +335,7 @@ def test_two_backups(tmp_path: Path) -> None:
 
 
 def test_separate_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of a cluster, each with a model without its strategy, would share one directory."""
+    """Workers of a cluster whose models lack the strategy would share one directory."""
     hosts = {"worker": ["localhost:1", "localhost:2"]}
     task = {"type": "worker", "index": 1}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": hosts, "task": task}))

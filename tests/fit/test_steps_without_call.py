@@ -87,7 +87,7 @@ class WithSeveralLosses(WithCompiledMetrics):
 
 
 class Unbuilt(Parts):
-    """Is built by its first step, which calls its layers outside of its own name scope."""
+    """Is built by its first step, which calls its layers outside the model's name scope."""
 
     def __init__(self) -> None:
         super().__init__()

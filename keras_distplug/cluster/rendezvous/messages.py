@@ -73,7 +73,7 @@ class Stranger(Exception):
     """Another program is at the address, whether it answers or not.
 
     Args:
-        what: What was found, for people.
+        what: The finding, for people.
         since: The time by the monotonic clock. Defaults to `None`: now.
     """
 

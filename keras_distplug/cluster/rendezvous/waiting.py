@@ -1,4 +1,4 @@
-"""Limits how long a worker waits, and reports on what it waits for."""
+"""Limits how long a worker waits, and reports the missing workers."""
 
 from __future__ import annotations
 

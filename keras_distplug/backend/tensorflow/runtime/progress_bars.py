@@ -1,26 +1,31 @@
-"""Only the chief draws progress bars (Keras 3.10 to 3.15).
+"""Progress bars of Keras 3.10 to 3.15, on several workers and between our messages.
 
-Under MultiWorkerMirroredStrategy, Keras draws the same bar on every worker.
+Under MultiWorkerMirroredStrategy, Keras draws the same bar on every worker. A message that is
+printed during an epoch would be appended to the open line of the bar.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.utils import io_utils
 
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import is_multi_worker, resolver_of
+from keras_distplug.core import log
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 def install() -> None:
     """Silences progress bars on workers other than the chief, in `fit`, `evaluate` and `predict`.
+
+    Messages of this package start on a new line, below the bar.
 
     `verbose="auto"` and 1 print nothing there. `verbose=2`, a line per epoch, prints on every
     worker: it has to be asked for. Models under other strategies are unaffected.
@@ -37,12 +42,40 @@ def install() -> None:
 
     mark(set_params)
     _UPSTREAM.patch(keras.callbacks.ProgbarLogger, "set_params", set_params)
+    _UPSTREAM.patch(io_utils, "print_msg", _watched(io_utils.print_msg))
+    log.end_open_lines(_Line.take)
 
 
 def remove() -> None:
     """Undoes `install`."""
     if is_marked(ours := keras.callbacks.ProgbarLogger.set_params):
         _UPSTREAM.patch(keras.callbacks.ProgbarLogger, "set_params", ours.__wrapped__)
+        _UPSTREAM.patch(io_utils, "print_msg", io_utils.print_msg.__wrapped__)
+        _Line.is_open = False
+
+
+class _Line:
+    """The last line that Keras printed."""
+
+    is_open = False
+
+    @classmethod
+    def take(cls) -> bool:
+        """Returns True if the line is open, once."""
+        was_open, cls.is_open = cls.is_open, False
+        return was_open
+
+
+def _watched(stock: Callable[..., None]) -> Callable[..., None]:
+    """Returns a `print_msg` that notes whether it leaves its line open, as progress bars do."""
+
+    @functools.wraps(stock)
+    def print_msg(message: str, line_break: bool = True) -> None:
+        stock(message, line_break)
+        is_printed = io_utils.is_interactive_logging_enabled()
+        _Line.is_open = is_printed and not line_break and not message.endswith("\n")
+
+    return print_msg
 
 
 def _is_beside_chief(model: keras.Model | None) -> bool:
