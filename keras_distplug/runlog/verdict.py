@@ -130,7 +130,7 @@ def _slow(groups: Sequence[Group], made: Progress, spans: Sequence[Span], state:
     stragglers = [
         group for group in groups if group.kind == "slow_replica" and group.over_at is None
     ]
-    ratio = made.relative_speed
+    ratio = None if state in ENDED else made.relative_speed
     if stragglers:
         first = stragglers[0]
         more = f"; {len(stragglers) - 1} more below" if len(stragglers) > 1 else ""

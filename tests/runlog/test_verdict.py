@@ -296,6 +296,18 @@ def test_groups() -> None:
     assert judge([fit], END + 1).command == "keras-distplug replay /runs/mnist"
 
 
+def test_origin_of_nan() -> None:
+    """Incidents of one origin are equal, although their numbers differ."""
+    told = [
+        dataclasses.replace(
+            left_out(n), origin=f"the batch: {n} of 128 values in `x` are not finite"
+        )
+        for n in (8, 16)
+    ]
+    [group] = judge([worker(30, *((0.1, event) for event in told))], END + 1).groups
+    assert (group.title, group.count) == ("NaN in the batch (`x`)", 2)
+
+
 def test_command_lines_are_quoted() -> None:
     assert Place("/my runs/a'b").command("replay") == "keras-distplug replay '/my runs/a'\"'\"'b'"
 
