@@ -12,7 +12,7 @@ from keras_distplug.core.events import Beat, Entry, Event, Window
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.incident_groups import Group, in_words
-from keras_distplug.runlog.progress import usual_step_secs
+from keras_distplug.runlog.run_progress import usual_step_secs
 
 SILENT_SECS = 12.0  # two heartbeats, and some: the state is shown within 15 s
 HEARD_SECS = 15.0

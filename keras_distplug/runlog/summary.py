@@ -14,7 +14,7 @@ from keras_distplug.runlog import goodput_totals, loss_curve, replicas_shown
 from keras_distplug.runlog.goodput_totals import Fit, Span
 from keras_distplug.runlog.incident_groups import Place
 from keras_distplug.runlog.replicas_shown import BINS
-from keras_distplug.runlog.verdict import Verdict, verdict
+from keras_distplug.runlog.run_verdict import Verdict, verdict
 from keras_distplug.storage.survey import Looked
 
 _MOST_EVENTS = 200

@@ -12,7 +12,7 @@ from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals
 from keras_distplug.runlog.goodput_totals import Attempt, Fit, Span
 from keras_distplug.runlog.incident_groups import Group, Place, grouped, incidents
-from keras_distplug.runlog.progress import Progress, progress, step_of
+from keras_distplug.runlog.run_progress import Progress, progress, step_of
 from keras_distplug.runlog.run_state import ENDED, LEVELS, Clock, Finding, Run, State
 
 _SLOW = 0.67  # of the usual speed

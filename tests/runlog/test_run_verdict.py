@@ -15,8 +15,8 @@ from keras_distplug.core.events import SUPERVISOR, Entry, Event, Window
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.incident_groups import Place
 from keras_distplug.runlog.run_state import State
+from keras_distplug.runlog.run_verdict import Verdict
 from keras_distplug.runlog.summary import judged
-from keras_distplug.runlog.verdict import Verdict
 from keras_distplug.storage.survey import Looked
 
 BEGIN = 1000.0
