@@ -1,4 +1,4 @@
-"""What went wrong in a run, equal incidents grouped, each group with what to do about it."""
+"""The incidents of a run in groups of equal ones, with advice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is, for command lines.
+    """The place of a run, for command lines.
 
     Args:
         directory: The directory that the training was given; None if it is not known.
@@ -182,7 +182,7 @@ def in_words(event: Event) -> str | None:
 
 
 def _likeness(event: Event) -> tuple[object, ...]:
-    """What equal incidents have in common."""
+    """Returns the values that equal incidents have in common."""
     match event:
         case events.UpdateLeftOut():
             return event.variable, _origin(event), event.replicas, event.score is None
