@@ -13,7 +13,7 @@ from rich.text import Text
 
 from keras_distplug.core.printable import printable
 from keras_distplug.runlog.incident_groups import Group
-from keras_distplug.runlog.progress import Progress
+from keras_distplug.runlog.run_progress import Progress
 from keras_distplug.runlog.summary import Judged
 
 STYLES = {"good": "green", "done": "blue", "warn": "yellow", "bad": "red", "none": "dim"}

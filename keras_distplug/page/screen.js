@@ -71,7 +71,7 @@ function answers(run) {
     ? ["no: there is no checkpoint"]
     : run.last_checkpoint
       ? [`yes: step ${count(run.last_checkpoint.step)}, `, age(run.last_checkpoint.at), `, ${VERIFIED[run.last_checkpoint.verified]}`]
-      : [`step ${count(newest.step)} is committed, not verified`];
+      : [`step ${count(newest.step)}, `, age(newest.at), ", committed, not verified"];
   const next = [status.advice, ...(status.command ? [" ", command(status.command)] : [])];
   const rows = [
     ["worker", [status.where.join(", ") || "none in particular"]],

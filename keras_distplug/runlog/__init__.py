@@ -1,1 +1,1 @@
-"""`RunLog`: what happened in a run, where its time went, and the files that say so."""
+"""`RunLog`: the log of a run, goodput, and the judgement of its state."""

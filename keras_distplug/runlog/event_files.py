@@ -1,4 +1,4 @@
-"""TensorBoard's files, on a disk or in a store."""
+"""TensorBoard's event files, on a disk or in a store."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _FLUSH_SECS = 5.0
 
 
 class EventFiles:
-    """The files of one of TensorBoard's runs. All methods wait for the disk, or the store.
+    """The event files of one of TensorBoard's runs. All methods wait for the disk or the store.
 
-    A store has no appending: there, a file is written here, and comes there when it is complete and
-    the next one begins; at the end, the last one does.
+    Files in a store cannot be appended to: a file is written to a temporary folder, and uploaded
+    once it is complete. The last one is uploaded by `close`.
 
     Args:
         files: The directory.
-        folder: Of the run, in it.
+        folder: The run's folder in the directory.
     """
 
     def __init__(self, files: Files, folder: str) -> None:
@@ -50,21 +50,21 @@ class EventFiles:
         self._add(tag, metadata, np.float32(value), step, time.time())
 
     def add_text(self, tag: str, text: str, step: int, at: float) -> None:
-        """In Markdown, for TensorBoard's tab "Text"."""
+        """Adds Markdown to TensorBoard's "Text" dashboard."""
         metadata = texts.create_summary_metadata(display_name="", description="")
         self._add(tag, metadata, text, step, at)
 
     def add_alone(self, tag: str, metadata: summary_pb2.SummaryMetadata, value: Any) -> None:
-        """In a file that is whole before the next one begins."""
+        """Adds a value in a file by itself, which is complete before the next one starts."""
         self._end_file()
         self._add(tag, metadata, value, 0, time.time())
         self._end_file()
 
     def look_after(self) -> None:
-        """To be called again and again.
+        """Flushes or uploads the files if it is time to; call it regularly.
 
         Raises:
-            OSError: If a file cannot be written. It is kept, and tried again the next time.
+            OSError: If a file cannot be written. It is kept, and the next call tries again.
         """
         passed_s = time.monotonic() - self._looked_s
         if self._here is None:
@@ -77,7 +77,11 @@ class EventFiles:
             self._upload()
 
     def close(self) -> None:
-        """Raises OSError if the last file cannot be written."""
+        """Closes the last file.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
         self._upload()
         if self._here is not None:
             self._here.cleanup()
@@ -86,7 +90,7 @@ class EventFiles:
         self, tag: str, metadata: summary_pb2.SummaryMetadata, value: Any, step: int, at: float
     ) -> None:
         if self._writer is None:
-            # TensorFlow's own way to make folders ignores the umask.
+            # TensorFlow would create folders without the umask.
             if isinstance(self._files, LocalFiles):
                 self._files.inside(f"{self._folder}/events")
             self.path.mkdir(parents=True, exist_ok=True)
@@ -102,7 +106,7 @@ class EventFiles:
             self._writer = None
 
     def _upload(self) -> None:
-        """Ends the file; in a store, it comes there."""
+        """Closes the file, and uploads it to a store."""
         self._end_file()
         if self._here is None:
             return
@@ -111,7 +115,7 @@ class EventFiles:
             try:
                 self._files.create(there, [data])
             except FileExistsError:
-                # It came there the last time, and the answer was lost.
+                # The previous upload succeeded, and its answer was lost.
                 if self._files.read(there) != data:
                     raise
             path.unlink()

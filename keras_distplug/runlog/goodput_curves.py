@@ -1,4 +1,4 @@
-"""Goodput as curves, and what happens to a run as text, for TensorBoard."""
+"""Goodput as scalars, and the events of a run as text, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ _THREAD = "keras_distplug-goodput"
 
 
 class GoodputCurves:
-    """Writes `goodput/...` behind each window of the chief's, and `distplug/events` when there are
-    any, in a thread.
+    """Writes `goodput/...` after every window of the chief, and `distplug/events`, in a thread.
 
-    TensorBoard's step is the number of seconds since the first attempt began, for what is trained
-    again has the number of a step that was there before. No two events have the same: TensorBoard
-    would keep one of them.
+    TensorBoard's step is the number of seconds since the first attempt started, because a restart
+    repeats training steps. Every event has its own step: of several with the same one, TensorBoard
+    would keep only one.
 
     Args:
-        files: For TensorBoard.
-        earlier: Gives what the attempts before this one have told.
-        begins_at: When this one began, in seconds since 1970.
-        resumes: Whether it may go on with what these have trained.
+        files: The event files.
+        earlier: Returns the log of the earlier attempts.
+        begins_at: The start of this attempt, in seconds since 1970.
+        resumes: Whether it may resume the earlier ones. Defaults to `True`.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class GoodputCurves:
         try:
             self._write_all()
         except Exception as error:  # noqa: BLE001 (TensorFlow's own; and the log has all of it)
-            announce(f"goodput is not shown in TensorBoard's charts: {error}")
+            announce(f"goodput is missing in TensorBoard: {error}")
 
     def _write_all(self) -> None:
         fits, supervised = self._earlier()
@@ -87,7 +86,7 @@ class GoodputCurves:
                 self._files.look_after()
             except OSError as error:
                 if not self._has_failed:
-                    announce(f"goodput does not reach TensorBoard, and is tried again: {error}")
+                    announce(f"goodput cannot be written for TensorBoard; retrying: {error}")
                 self._has_failed = True
         self._files.close()
 
@@ -105,7 +104,7 @@ class GoodputCurves:
         return made
 
     def _tell_of_earlier(self, chiefs: Sequence[Fit], supervised: Sequence[Entry]) -> None:
-        """What supervisors have told since the last attempt; that one wrote the rest."""
+        """Writes the supervisors' events since the last attempt, which wrote the others."""
         heard_at = max((fit.ends_at for fit in chiefs), default=-math.inf)
         entries = [*(entry for fit in chiefs for entry in fit.entries), *supervised]
         for entry in sorted(entries, key=lambda each: each.at):
@@ -125,7 +124,7 @@ class GoodputCurves:
             self._lately.append(span)
 
     def _write(self, at: float) -> None:
-        # TensorBoard drops what came before a step that goes back, as where a clock was set.
+        # TensorBoard drops everything before a step that decreases, as it may if a clock was set.
         step = self._step = max(self._step, round(at - self._first_at))
         whole_s = sum(self._totals.values())
         while self._lately and self._lately[0].end < at - 60 * max(goodput_totals.LATELY_MIN):
@@ -149,13 +148,13 @@ class GoodputCurves:
 def _in_words(event: Event) -> str | None:
     match event:
         case events.Began():
-            return f"training begins, by {event.workers} workers, {event.replicas} replicas"
+            return f"training starts with {event.workers} workers, {event.replicas} replicas"
         case events.Restored():
-            return f"it goes on behind step {event.step}, from {event.checkpoint}"
+            return f"training resumes after step {event.step}, from {event.checkpoint}"
         case events.Saved(is_local=False):
             return f"checkpoint of step {event.step}"
         case events.Finished():
-            return f"the end, behind step {event.step}"
+            return f"training finished after step {event.step}"
         case _:
             what = incident_groups.in_words(event)
             return None if what is None else f"**{what}**"

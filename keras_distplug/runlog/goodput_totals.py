@@ -1,9 +1,9 @@
-"""What share of a run's time trained it, and where the rest went.
+"""The share of a run's time that was productive, and where the rest went.
 
 Every second from the start of the first attempt falls into one `Category`. The share that is
-`STEP`, updates that were computed for the first time, is the goodput, as in Google's "ML
-Productivity Goodput". The time of a run is that of its chief: in synchronous training the others
-wait with it.
+`STEP`, updates computed for the first time, is the goodput, as in Google's "ML Productivity
+Goodput". The time is measured on the chief: in synchronous training, the other workers wait with
+it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Kind = TypeVar("Kind", bound=Event)
 
 @dataclass(frozen=True)
 class Fit:
-    """What one worker has told in one `fit`.
+    """The log of one worker in one `fit`.
 
     Args:
-        began: Its beginning.
-        entries: All that it has told, in order.
+        began: Its first event.
+        entries: All of its entries, in order.
     """
 
     began: Began
@@ -59,7 +59,7 @@ class Fit:
 
     @cached_property
     def begins_at(self) -> float:
-        """When its process was started, or the `fit` before in it had ended."""
+        """When its process started, or when the previous `fit` of that process ended."""
         for entry in self.entries:
             if isinstance(entry.event, Window):
                 return entry.at - sum(entry.event.secs.values())
@@ -67,7 +67,7 @@ class Fit:
 
     @cached_property
     def ends_at(self) -> float:
-        """When it was last heard of."""
+        """The time of its last entry."""
         return max(entry.at for entry in self.entries)
 
     @cached_property
@@ -77,7 +77,7 @@ class Fit:
 
     @cached_property
     def last_step(self) -> int:
-        # A checkpoint may be of a step behind the last window of a worker that died.
+        # The last checkpoint of a worker that died may be newer than its last window.
         told = (each.event for each in self.entries)
         steps = [event.step for event in told if isinstance(event, Window | Saved)]
         return max(steps, default=self.began.step)
@@ -85,14 +85,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Span:
-    """What a stretch of time went to.
+    """The use of a stretch of time.
 
     Args:
-        begin: In seconds since 1970.
-        end: The same.
-        secs: By category; their sum is the whole stretch.
-        attempt: Number of the attempt that it is of, or that it follows, from 0.
-        step: Batches trained since the run began, at its end.
+        begin: Its start, in seconds since 1970.
+        end: Its end, in seconds since 1970.
+        secs: Seconds by category; their sum is the length of the stretch.
+        attempt: The number of the attempt that it belongs to or follows, from 0.
+        step: Batches trained since the run started, at its end.
     """
 
     begin: float
@@ -107,15 +107,16 @@ class Attempt:
     """One `fit` of all workers.
 
     Args:
-        number: The first attempt of the run is 1, as in all that is printed.
-        begins_at: When the chief's process was started.
-        ends_at: When the last of its workers was last heard of.
-        workers: How many.
-        first_step: With which it began; batches since the run began.
-        last_step: With which it ended.
-        lost_steps: Of these, how many the next attempt had to train again.
-        end: How it ended, for people; `None` if nothing is known of that.
-        exit_code: Of the worker that failed first; None if no supervisor has told.
+        number: 1 for the first attempt of the run, as in all output.
+        begins_at: The start of the chief's process, in seconds since 1970.
+        ends_at: The last entry of any of its workers, in seconds since 1970.
+        workers: The number of workers.
+        first_step: Its first step, in batches since the run started.
+        last_step: Its last step.
+        lost_steps: Steps that the next attempt had to repeat.
+        end: The reason it ended, for people; None if that is not known.
+        exit_code: The exit code of the worker that failed first; None if no supervisor has
+            reported one.
     """
 
     number: int
@@ -130,26 +131,26 @@ class Attempt:
 
 
 class Timeline:
-    """Puts what one worker's place has told, `fit` for `fit`, one after the other.
+    """Converts the fits of one rank, one after the other, to spans.
 
     Args:
-        begins_at: In seconds since 1970.
+        begins_at: The start of the first one, in seconds since 1970.
     """
 
     def __init__(self, begins_at: float) -> None:
         self._at = begins_at
-        self._gap = Category.START_UP  # what the time up to the next `fit` goes to
+        self._gap = Category.START_UP  # the category of the time until the next `fit`
         self._number = -1
         self._step = self._furthest = 0
-        self._lost = 0  # steps that counted, and turned out to be for nothing
+        self._lost = 0  # steps that counted as productive and were lost later
         self._left_out: list[int] = []
 
     def begin(self, begins_at: float, *, resumes: bool = True) -> Iterator[Span]:
-        """A `fit` begins.
+        """Starts a `fit`.
 
         Args:
             begins_at: In seconds since 1970.
-            resumes: Whether it may be one of a run that goes on.
+            resumes: Whether it may resume a run. Defaults to `True`.
         """
         yield from self.pause(begins_at)
         self._number += 1
@@ -158,8 +159,8 @@ class Timeline:
         self._left_out.clear()
 
     def hear(self, event: Event) -> None:
-        """An update was left out, or some were rolled back: so many of the next steps make up for
-        them, as where an attempt trains again what another one had trained."""
+        """Counts skipped and rolled-back updates: the same number of the next steps makes up for
+        them, like steps that an attempt repeats."""
         if isinstance(event, UpdateLeftOut):
             self._lost += 1
             self._left_out.append(self._step)
@@ -169,12 +170,12 @@ class Timeline:
             self._left_out.clear()
 
     def take(self, at: float, window: Window) -> Iterator[Span]:
-        """A window of it has ended."""
+        """Adds a window."""
         if at <= self._at:  # a clock was set back
             self._step = window.step
             return
         secs = _of_length(window.secs, at - self._at)
-        # What comes before the first step does so in time, too.
+        # Start-up and restore come before the steps in time, too.
         before = {each: secs.pop(each) for each in _BEFORE_STEPS if secs.get(each)}
         if before:
             yield self._span(
@@ -188,15 +189,15 @@ class Timeline:
         self._step = window.step
 
     def end(self, *, is_left: bool) -> None:
-        """It is over.
+        """Ends the `fit`.
 
         Args:
-            is_left: Whether nobody waits for it to go on.
+            is_left: Whether no restart is expected.
         """
         self._gap = Category.OTHER if is_left else Category.RECOVERY
 
     def pause(self, at: float) -> Iterator[Span]:
-        """Nothing comes until `at`."""
+        """Fills the time until `at`."""
         if at > self._at:
             yield self._span(at, {self._gap: at - self._at}, self._step)
 
@@ -206,12 +207,11 @@ class Timeline:
 
 
 def timeline(fits: Sequence[Fit], supervised: Sequence[Entry]) -> tuple[Timeline, list[Span]]:
-    """That of some attempts, and what it holds by then.
+    """Returns the timeline of some fits, and its spans so far.
 
     Args:
-        fits: Of one worker's place, such as those of rank 0, from the first to the last; at least
-            one.
-        supervised: What supervisors have told.
+        fits: Fits of one rank, oldest first; at least one.
+        supervised: The supervisors' events.
     """
     made = Timeline(min([fits[0].begins_at, *_told_at(supervised, fits[0], Started)]))
     found: list[Span] = []
@@ -227,11 +227,11 @@ def timeline(fits: Sequence[Fit], supervised: Sequence[Entry]) -> tuple[Timeline
 
 
 def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
-    """The time of one worker's place, from the start of its first attempt to what is known last.
+    """Returns the time of one rank, from the start of its first attempt to its last entry.
 
     Args:
-        fits: As for `timeline`, or none.
-        supervised: What supervisors have told.
+        fits: Fits of one rank, oldest first.
+        supervised: The supervisors' events.
     """
     if not fits:
         return []
@@ -243,7 +243,7 @@ def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
 def totals(
     of: Iterable[Span], since: float = float("-inf"), until: float = float("inf")
 ) -> dict[Category, float]:
-    """Seconds of each category between two moments; of a span that is cut, its share."""
+    """Returns the seconds of every category between two times. Spans count in proportion."""
     found = dict.fromkeys(Category, 0.0)
     for span in of:
         part_s = min(span.end, until) - max(span.begin, since)
@@ -256,13 +256,14 @@ def totals(
 
 
 def goodput(secs: Mapping[Category, float]) -> float | None:
-    """The productive share, from 0 to 1; None of no time at all."""
+    """Returns the productive share, from 0 to 1; None if there is no time."""
     whole_s = sum(secs.values())
     return secs[Category.STEP] / whole_s if whole_s > 0 else None
 
 
 def goodput_lately(of: Sequence[Span], begin: float, end: float) -> dict[int, float | None]:
-    """That of the last minutes before `end`, by how many they are, as far as `begin` is before."""
+    """Returns the goodput of the last minutes before `end`, by their number, unless they started
+    before `begin`."""
     return {
         minutes: goodput(totals(of, end - 60 * minutes))
         for minutes in LATELY_MIN
@@ -271,7 +272,7 @@ def goodput_lately(of: Sequence[Span], begin: float, end: float) -> dict[int, fl
 
 
 def unknown_waits(fits: Iterable[Fit]) -> dict[Category, float]:
-    """Seconds of steps, of which it is not known how much of them went to what; none if it is."""
+    """Returns the seconds of steps whose waiting time is not known, by the kind of waiting."""
     found = {Category.INPUT: 0.0, Category.SYNC: 0.0}
     for fit in fits:
         for entry in fit.entries:
@@ -287,11 +288,11 @@ def unknown_waits(fits: Iterable[Fit]) -> dict[Category, float]:
 
 
 def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Attempt]:
-    """What became of each attempt.
+    """Returns all attempts, oldest first.
 
     Args:
-        fits: Of all workers.
-        supervised: What supervisors have told.
+        fits: The fits of all workers.
+        supervised: The supervisors' events.
     """
     sessions: dict[str, list[Fit]] = {}
     for fit in sorted(fits, key=lambda each: each.begins_at):
@@ -327,7 +328,7 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
 
 
 def chiefs(fits: Iterable[Fit]) -> list[Fit]:
-    """Those of rank 0, from the first to the last."""
+    """Returns the fits of rank 0, oldest first."""
     return of_rank(fits, 0)
 
 
@@ -336,7 +337,7 @@ def of_rank(fits: Iterable[Fit], rank: int) -> list[Fit]:
 
 
 def _told_at(supervised: Sequence[Entry], fit: Fit, kind: type[Event]) -> list[float]:
-    """When the supervisor of `fit`, if it has one, told of such events."""
+    """Returns the times of such events of the supervisor of `fit`, if it has one."""
     job = fit.entries[0].job
     return [
         entry.at
@@ -346,10 +347,11 @@ def _told_at(supervised: Sequence[Entry], fit: Fit, kind: type[Event]) -> list[f
 
 
 def _of_length(secs: Mapping[str, float], length_s: float) -> dict[Category, float]:
-    """Of a window that overlaps what is accounted for, such as by another clock, the rest."""
+    """Returns a window's time, shortened if it overlaps the previous one, for example because a
+    clock was set."""
     found: dict[Category, float] = {}
     for name, value in secs.items():
-        # A later release may know more of them.
+        # A later release may have more categories.
         category = Category(name) if name in _CATEGORIES else Category.OTHER
         found[category] = found.get(category, 0.0) + max(value, 0.0)
     excess_s = sum(found.values()) - length_s
@@ -373,7 +375,7 @@ def _with_redone(secs: dict[Category, float], window: Window, again: int) -> dic
 
 
 def _has_left(fit: Fit) -> bool:
-    """Whether nobody is waiting for it to go on."""
+    """True if no restart is expected."""
     told = _first([fit], Preempted)
     return (told is not None and told.is_user) or _first([fit], Finished) is not None
 
@@ -393,7 +395,7 @@ def _end_of(group: Sequence[Fit], failure: Failed | None) -> str | None:
         return f"{told.what} to {told.where}"
     if hung := _first(group, Hung):
         return f"hung: {hung.what}"
-    # Another worker's error may follow from that of the one that failed first.
+    # Errors of other workers may follow from that of the first one.
     causes = [fit for fit in group if failure is None or failure.worker == fit.source]
     if raised := _first(causes, Raised):
         return raised.what

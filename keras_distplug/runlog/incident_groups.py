@@ -1,7 +1,8 @@
-"""What went wrong in a run, equal incidents grouped, each group with what to do about it."""
+"""The incidents of a run in groups of equal ones, with advice."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is, for command lines.
+    """The place of a run, for command lines.
 
     Args:
         directory: The directory that the training was given; None if it is not known.
@@ -181,10 +182,10 @@ def in_words(event: Event) -> str | None:
 
 
 def _likeness(event: Event) -> tuple[object, ...]:
-    """What equal incidents have in common."""
+    """Returns the values that equal incidents have in common."""
     match event:
         case events.UpdateLeftOut():
-            return event.variable, event.origin, event.replicas, event.score is None
+            return event.variable, _origin(event), event.replicas, event.score is None
         case events.SlowReplica():
             return event.cause, event.replica, event.rank
         case events.SaveFailed():
@@ -239,9 +240,21 @@ def _title(event: Event) -> str:
 def _title_of_update(event: events.UpdateLeftOut) -> str:
     if event.score is not None:
         return "Update skipped: a spike of the loss or the gradients"
-    place = event.origin or (f"`{event.variable}`" if event.variable else "the loss or a gradient")
+    place = _origin(event) or (
+        f"`{event.variable}`" if event.variable else "the loss or a gradient"
+    )
     values = [name for name in ("NaN", "Inf") if name in event.what]
     return f"{' or '.join(values) or 'NaN or Inf'} in {place}"
+
+
+def _origin(event: events.UpdateLeftOut) -> str | None:
+    """Returns the place of the first non-finite value, without the numbers that differ from one
+    batch to the next: ``"the batch (`x`)"``."""
+    if event.origin is None:
+        return None
+    place, _, rest = event.origin.partition(":")
+    name = re.search(r"`[^`]+`", rest)
+    return place if name is None else f"{place} ({name[0]})"
 
 
 def _where(incident: Incident, hosts: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the log of a run tells of the attempts before, read in a moment however long it is."""
+"""Reads the earlier attempts of a run from its log, quickly even if the log is long."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LAST_WORDS = Finished | Preempted | PeerLost | Raised
 
 @dataclass(frozen=True)
 class Before:
-    """The attempts of a run until now.
+    """The earlier attempts of a run.
 
     Args:
-        attempts: How many have left a log.
-        last_step: With which the last of them ended, as far as it has told.
-        has_told_all: True if `last_step` is exact. A process that is killed without a supervisor
+        attempts: The number of attempts that have left a log.
+        last_step: The last step that the last of them has logged.
+        has_told_all: True if `last_step` is exact. A process that was killed without a supervisor
             has trained a few more steps than its log says.
     """
 
@@ -47,11 +47,11 @@ class Before:
 
 
 def look_back(files: Files, run: str, worker: str) -> Before | None:
-    """What is known before an attempt has told anything; None if nothing is.
+    """Returns the earlier attempts when a new one starts; None if there is no log.
 
     Args:
         files: The directory.
-        run: The name of the run's folder in it.
+        run: The name of the run's folder in the directory.
         worker: The name of the chief.
 
     Raises:
@@ -92,6 +92,6 @@ def _entries(files: Files, path: str) -> list[Entry]:
     filled = files.read_into(path, begin, memoryview(buffer)) if buffer else 0
     found = []
     for line in bytes(buffer[:filled]).splitlines():
-        with contextlib.suppress(ValueError):  # the first and the last one may be cut
+        with contextlib.suppress(ValueError):  # the first and the last line may be incomplete
             found.append(from_line(line))
     return [entry for entry in found if entry is not None]

@@ -1,4 +1,4 @@
-"""The log of a run: files of lines, one for each worker and `fit`, and one for each supervisor.
+"""The log of a run: one file of lines per worker and `fit`, and one per supervisor.
 
     <directory>/run-0001/log/
       20261122T101112Z-worker-0-3f0c9a1b.jsonl                a worker's, on a disk
@@ -33,15 +33,15 @@ from keras_distplug.storage.files import Files, open_files
 
 FOLDER = "log"
 _VERSION = re.compile(r"(?P<stem>.+)\.(?P<part>\d{4,})-(?P<version>\d{6,})")
-_KEPT_BYTES = 2**20  # of what cannot be written
-_AGAIN_SECS = 5.0  # after a failure
+_KEPT_BYTES = 2**20  # of lines that cannot be written
+_AGAIN_SECS = 5.0  # before a failed write is retried
 _NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EFBIG)
 _MOST_BYTES, _AT_ONCE_BYTES = 2**30, 2**23  # of a file
-_LEAST_AGAIN_SECS = 0.1  # also while `flush` waits
+_LEAST_AGAIN_SECS = 0.1  # between retries, also while `flush` waits
 _LAST_SECS = 10.0
 _BEAT_SECS = 5.0  # without a line
 _BEAT = b'"event":"beat"'  # JSON text in a string has other quotes
-_LOOKS = 5  # for the newer name of a file that is not there any more
+_LOOKS = 5  # attempts to find the newer version of a file that was replaced
 _LEVELS = 3  # of folders in which runs are looked for
 
 
@@ -53,18 +53,18 @@ class _Line:
 
 
 class Log:
-    """Writes lines in a thread, so that whoever has something to tell waits for no storage.
+    """Writes lines in a thread, so that callers do not wait for storage.
 
-    What cannot be written is tried again, and told once. Where that takes so long that not all can
-    be kept, lines of minor weight go first, the oldest of them before others, and the first line of
-    all never. When the process ends, it waits for the last lines, but not for ever.
+    Lines that cannot be written are retried, and the failure is reported once. If too many lines
+    are waiting, minor ones are dropped first, the oldest before newer ones; the first line of the
+    log is never dropped. At exit, the process waits for the last lines for a limited time.
 
     Args:
-        sink: Where they go.
-        on_failure: Called, from the thread, with what keeps lines from being written; once, until
-            some are written again.
-        lost: Makes the line that says how many were lost; it stands before those that are kept.
-        beat: Makes a line that is written after five seconds without another one, or None.
+        sink: The destination of the lines.
+        on_failure: Called from the thread with the error; once, until lines are written again.
+        lost: Returns the line that says how many lines were lost, which precedes the kept ones.
+        beat: Returns a heartbeat, which is written after five seconds without another line, or
+            None.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Log:
         self._waiting: deque[_Line] = deque()
         self._waiting_bytes = 0
         self._has_first = False
-        self._dropped = 0  # and not told of
+        self._dropped = 0  # not reported yet
         self._changed = threading.Condition()
         self._is_hurried = self._is_closed = self._is_writing = False
         self._thread = threading.Thread(target=self._run, name="keras_distplug-log", daemon=True)
@@ -90,11 +90,11 @@ class Log:
         _logs.add(self)
 
     def append(self, line: bytes, *, is_minor: bool = False) -> None:
-        """From any thread.
+        """Adds a line; may be called from any thread.
 
         Args:
-            line: With its end.
-            is_minor: Whether others are to be kept rather than this one.
+            line: The line, with its line break.
+            is_minor: Whether it may be dropped before other lines. Defaults to `False`.
         """
         with self._changed:
             self._waiting.append(_Line(line, is_minor, is_first=not self._has_first))
@@ -104,7 +104,7 @@ class Log:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = _LAST_SECS) -> bool:
-        """Whether all is written, for which it waits so long."""
+        """Waits until all lines are written, at most `timeout_s`. Returns False if some are not."""
         with self._changed:
             self._is_hurried = True
             self._changed.notify_all()
@@ -115,7 +115,7 @@ class Log:
         return done
 
     def close(self, timeout_s: float = _LAST_SECS) -> None:
-        """As `flush`; nothing more is written then."""
+        """Waits like `flush`, and ends the log."""
         with self._changed:
             self._is_hurried = self._is_closed = True
             self._changed.notify_all()
@@ -129,7 +129,7 @@ class Log:
             lines, dropped = taken
             told = [line] if dropped and (line := self._lost(dropped)) is not None else []
             texts = [each.text for each in lines]
-            # What the log begins with stays its first line.
+            # The first line of the log stays first.
             place = 1 if lines[0].is_first else 0
             try:
                 self._sink.write(b"".join([*texts[:place], *told, *texts[place:]]))
@@ -154,7 +154,7 @@ class Log:
         self._sink.close()
 
     def _drop_some(self) -> None:
-        """Some more than has to be, so that it is not each line that asks for it."""
+        """Drops more lines than necessary, so that not every new line has to drop some."""
         if self._waiting_bytes <= _KEPT_BYTES:
             return
         for is_minor in (True, False):
@@ -171,8 +171,7 @@ class Log:
                 return
 
     def _next(self, pause_s: float) -> tuple[list[_Line], int] | None:
-        """What waits to be written, once there is some, and how many lines were lost; None at the
-        end."""
+        """Waits for lines, and returns them with the number of lost ones; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_hurried, pause_s)
             while not self._changed.wait_for(lambda: self._waiting or self._is_closed, _BEAT_SECS):
@@ -195,14 +194,14 @@ def open_beside(
     stem: str,
     on_failure: Callable[[OSError], None],
 ) -> Log:
-    """Opens a file beside others.
+    """Opens a file next to the other files of a log.
 
     Args:
-        url: The directory of a run.
-        folder: That of its log, in there.
-        storage_options: For `url`.
-        stem: The name of the file, without its end.
-        on_failure: As in `Log`.
+        url: The directory of the run.
+        folder: The folder of its log in the directory.
+        storage_options: The storage options for `url`.
+        stem: The name of the file, without its suffix.
+        on_failure: Passed to `Log`.
 
     Raises:
         ConfigurationError: If `url` cannot be used here.
@@ -218,7 +217,7 @@ _logs: weakref.WeakSet[Log] = weakref.WeakSet()
 def _close_at_exit() -> None:
     before_threads_end(_close_all)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_logs.clear)  # whose threads the child has not
+        os.register_at_fork(after_in_child=_logs.clear)  # the child does not have their threads
 
 
 def _close_all() -> None:
@@ -227,14 +226,15 @@ def _close_all() -> None:
 
 
 def runs(files: Files, only: str | None = None) -> list[str]:
-    """The names of runs that have a log, the oldest first; `""` for a log beside no run.
+    """Returns the names of runs that have a log, oldest first; `""` for a log in the directory
+    itself.
 
     Args:
         files: The directory.
-        only: The one that is asked for, if not all are.
+        only: The name of the only run to return. Defaults to `None`: all runs.
 
     Raises:
-        NoCheckpointError: If there is none.
+        NoCheckpointError: If there is no log.
         CheckpointError: If the directory cannot be listed.
     """
     names = ["", *(name for _, name in layout.runs(files))]
@@ -242,8 +242,8 @@ def runs(files: Files, only: str | None = None) -> list[str]:
     found = [name for name in found if only is None or name == only]
     if not found:
         raise NoCheckpointError(
-            f"There is no log in {files.where(only or '')}. It is kept by the callback RunLog, "
-            "which is among `keras_distplug.defaults()`, in the folder of each run."
+            f"There is no log in {files.where(only or '')}. The callback RunLog, which is among "
+            "`keras_distplug.defaults()`, writes it to the folder of every run."
         )
     return found
 
@@ -251,12 +251,12 @@ def runs(files: Files, only: str | None = None) -> list[str]:
 def find(
     url: str, on_failure: Callable[[str, CheckpointError], None]
 ) -> Iterator[tuple[Files, str]]:
-    """The folders of all runs that have a log, in a folder and those in it, some levels down.
+    """Yields the folders of all runs that have a log, in a folder and some levels below it.
 
     Args:
         url: The folder.
-        on_failure: Called with each folder in there that cannot be listed, and why. What is in it
-            is left out, and what is beside it is not.
+        on_failure: Called with every folder that cannot be listed, and the error. Its contents are
+            skipped.
 
     Raises:
         ConfigurationError: If `url` names no folder.
@@ -272,7 +272,7 @@ def _with_log(
     on_failure: Callable[[str, CheckpointError], None],
     seen: set[str],
 ) -> Iterator[str]:
-    # Links may lead to a folder several times, or back to where they are.
+    # Links may lead to the same folder several times, or form a loop.
     real = os.path.realpath(files.where(folder)) if files.traits.is_near else folder
     if real in seen:
         return
@@ -293,7 +293,7 @@ def _with_log(
 
 
 class Reader:
-    """Reads the log of one run again and again: each time what is new.
+    """Reads the log of one run repeatedly, every time only what is new.
 
     Args:
         files: The directory.
@@ -315,7 +315,7 @@ class Reader:
         self._reading = threading.Lock()
 
     def read(self) -> tuple[list[Fit], list[Entry]]:
-        """What the workers have told, and what supervisors have, in the order of time.
+        """Returns the fits of all workers and the supervisors' events, in the order of time.
 
         Raises:
             CheckpointError: If the folder cannot be listed.
@@ -349,7 +349,7 @@ class Reader:
         )
 
     def _read_files(self, changed: set[str]) -> tuple[list[tuple[str, int]], bool]:
-        """Which there are, and whether each was still there."""
+        """Reads all files. Returns which exist, and False if one was replaced meanwhile."""
         listed, is_whole = sorted(newest(layout.names(self._files, self._folder)).items()), True
         for key, name in listed:
             file = self._known.get(key)
@@ -359,11 +359,11 @@ class Reader:
                 if file.read_on(self._files, path := f"{self._folder}/{name}"):
                     changed.add(key[0])
                 skipped = file.take_skipped()
-                # In a store, each new version of a part has the lines of the one before.
+                # In a store, every new version of a part repeats the lines of the previous one.
                 if self._on_skipped is not None and skipped and self._told.get(key) != skipped:
                     self._told[key] = skipped
                     self._on_skipped(f"{self._files.where(path)}, {skipped}")
-            except FileNotFoundError:  # a newer one has just taken its place
+            except FileNotFoundError:  # a newer version has just replaced it
                 is_whole = False
             except OSError as error:
                 if self._on_skipped is None or error.errno not in _NO_FILE:
@@ -376,7 +376,7 @@ class Reader:
 
 
 class _File:
-    """What is known of a file that may grow."""
+    """A file that may grow, and its entries so far."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -385,9 +385,9 @@ class _File:
         self._first_skipped = ""
 
     def read_on(self, files: Files, path: str) -> bool:
-        """Whether there was something new."""
+        """Reads new lines. Returns False if there are none."""
         if self._read_bytes and _VERSION.fullmatch(self.name.removesuffix(SUFFIX)):
-            return False  # in a store no file grows: what is new has another name
+            return False  # in a store, files do not grow: new versions have new names
         size = files.size(path)
         if size - self._read_bytes > _MOST_BYTES:
             raise OSError(errno.EFBIG, f"it has {size} bytes", path)
@@ -445,7 +445,7 @@ def read(
 
 
 def newest(names: list[str]) -> dict[tuple[str, int], str]:
-    """Of each part of each file, the one that counts."""
+    """Returns the newest version of every part of every file."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for name in names:
         if not name.endswith(SUFFIX):

@@ -50,7 +50,7 @@ def _validation_losses(fit: Fit) -> Iterator[tuple[float, int, float]]:
 def _thinned(
     found: Sequence[tuple[float, int, float]], begin: float, width: float
 ) -> list[tuple[float, int, float]]:
-    """Of every stretch of time, the first, the least, the largest and the last point."""
+    """Keeps the first, smallest, largest and last point of every stretch of time."""
     bins: dict[int, list[tuple[float, int, float]]] = {}
     for point in found:
         bins.setdefault(int((point[0] - begin) / width), []).append(point)

@@ -1,4 +1,4 @@
-"""The replicas of a run as a page shows them: over time, and who is slow."""
+"""The replicas of a run as the page shows them: times per replica, and stragglers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from keras_distplug.runlog.goodput_totals import Fit
 
 BINS = 240  # of time
 _NOTHING = -1.0
-_MOST_ROWS = 96  # of replicas; of more, these are shown:
+_MOST_ROWS = 96  # of replicas; if there are more, these are shown:
 _SLOWEST = 64
-_SHARES = (  # and of all, in each stretch of time
+_SHARES = (  # and quantiles of all replicas
     (1.0, "the slowest of {}"),
     (0.9, "9 of 10 take less"),
     (0.5, "the median of {}"),
@@ -25,7 +25,7 @@ _RECENT = 20  # windows
 
 
 def heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
-    """What each replica had in each stretch of time: of several windows, the largest."""
+    """Returns the times of every replica in every stretch of time: the largest of its windows."""
     width = (end - begin) / BINS or 1.0
     found: dict[str, defaultdict[int, list[float]]] = {
         what: defaultdict(lambda: [_NOTHING] * BINS) for what in ("compute", "sync", "input")
@@ -76,7 +76,7 @@ def heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
 
 
 def _own(found: Mapping[str, Mapping[int, Sequence[float]]], replica: int) -> float:
-    """What others wait for, of a replica: the mean over the time in which that is known."""
+    """Returns the time of a replica that others wait for: the mean where it is known."""
     means = []
     for what in ("compute", "input"):
         known = [cell for cell in found[what].get(replica, ()) if cell != _NOTHING]
@@ -85,7 +85,7 @@ def _own(found: Mapping[str, Mapping[int, Sequence[float]]], replica: int) -> fl
 
 
 def _of_all(rows: Sequence[Sequence[float]], shares: Sequence[float]) -> Iterator[list[float]]:
-    """Of all rows, in each column, the values that such a share of them does not exceed."""
+    """Returns the quantiles of all rows, per column."""
     if not shares:
         return
     columns = [
@@ -98,12 +98,13 @@ def _of_all(rows: Sequence[Sequence[float]], shares: Sequence[float]) -> Iterato
 
 
 def _milliseconds(secs: float) -> float:
-    """Three digits, which is what a colour can tell, for the page is full of these."""
+    """Rounds to three digits, which is what a color can show, to keep the page small."""
     return round(1000 * secs) if secs >= 0.1 else float(f"{1000 * secs:.3g}")
 
 
 def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """Replicas of the last attempt by what others wait for of them lately, the slowest first."""
+    """Returns the replicas of the last attempt, slowest first, by the time that others wait for
+    them in the last windows."""
     if not fits:
         return []
     session = max(fits, key=lambda fit: fit.begins_at).began.session
@@ -150,12 +151,12 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
 
 
 def _secs(window: Window, replica: OfReplica) -> dict[str, float | None]:
-    """What a replica had in each step of a window."""
+    """Returns the times of a replica per step of a window."""
     return {"compute": replica.compute_s, "input": window.input_s, "sync": replica.sync_s}
 
 
 def _means(taken: Sequence[tuple[int, Mapping[str, float | None]]]) -> dict[str, float | None]:
-    """Over all steps: of each value, over those in which it is known."""
+    """Returns the means over all steps in which a value is known."""
     found: dict[str, float | None] = {"compute": 0.0, "input": None, "sync": None}
     for what in found:
         known = [(steps, value) for steps, secs in taken if (value := secs[what]) is not None]
@@ -165,7 +166,7 @@ def _means(taken: Sequence[tuple[int, Mapping[str, float | None]]]) -> dict[str,
 
 
 def _told_slow(fits: Sequence[Fit]) -> dict[tuple[str, int], set[str]]:
-    """For what replicas, and workers, were told to be stragglers, which they still are."""
+    """Returns the causes for which replicas and workers are still reported as stragglers."""
     found: dict[tuple[str, int], set[str]] = {}
     told = [
         (entry.at, entry.event)

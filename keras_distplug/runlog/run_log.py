@@ -1,4 +1,4 @@
-"""What happens to a run, and where its time goes, in files beside its checkpoints."""
+"""Logs the events and the time use of a run, in files next to its checkpoints."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _PACKAGES = ("keras_distplug", "keras", "tensorflow")
 
 
 class RunLog(Watchdog):
-    """Keeps a log of what happens to a run, of all its attempts, and of where its time goes.
+    """Logs the events and the time use of a run, over all its attempts.
 
-    Each worker appends lines of JSON to a file of its own, in the folder `log` of the run: what
-    other callbacks of this package do and find (checkpoints, stragglers, updates left out, hangs),
-    and, for each stretch of time, what it went to. `keras-distplug goodput` reads them. They stay
-    when training has reached its end.
+    Every worker appends lines of JSON to its own file, in the folder `log` of the run: the reports
+    of the other callbacks of this package (checkpoints, stragglers, skipped updates, hangs), the
+    use of every window of time, and a heartbeat every 5 s. `keras-distplug goodput`, `watch` and
+    `report` and TensorBoard's tab read them. The files stay when training has finished.
 
     Example:
 
@@ -66,25 +66,26 @@ class RunLog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[backup, kd.RunLog()])
     ```
 
-    - It is among `defaults()`; one of your own takes its place.
-    - Lines are written in a thread. Those that cannot be written are tried again, which is told
-      once; training goes on.
-    - A stretch is a second at first, and half a minute later on. What was trained since the last
-      line of a process that is killed counts as lost time, not as steps.
-    - Waiting for data, and for other replicas, is known where the step's times are, as in
-      `StragglerWatchdog`. What XLA compiles is not looked into (`jit_compile=True`, and Keras'
-      `"auto"` on a single GPU), and in one process it is not known how long the steps of an
-      execution of several waited for data: all of these counts as productive, and `keras-distplug
-      goodput` says of how much time it is not known.
+    - It is one of `defaults()`; an instance that you add replaces that one.
+    - Lines are written in a thread. A failed write is retried and reported once; training
+      continues.
+    - A window lasts a second at first, and up to half a minute later. Work since the last window of
+      a process that is killed counts as lost time, not as steps.
+    - Time spent waiting for data and for other replicas is measured like in `StragglerWatchdog`.
+      It is not known for steps that XLA compiles (`jit_compile=True`, and Keras' `"auto"` on a
+      single GPU), and waiting for data is not known if a single process runs several steps per
+      execution. This time counts as productive, and `keras-distplug goodput` reports how much of it
+      there is.
 
     Args:
-        log_dir: A folder for the files, or a URL, shared by all workers. Defaults to that of the
-            run of the `BackupAndRestore` among the callbacks.
-        storage_options: As in `BackupAndRestore`, for `log_dir`.
+        log_dir: A folder or URL for the files, shared by all workers. Defaults to `None`: the
+            folder of the run of the `BackupAndRestore` among the callbacks.
+        storage_options: Storage options for `log_dir`, as in `BackupAndRestore`. Defaults to
+            `None`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable; in `fit`, without `log_dir` where
-            no `BackupAndRestore` is there, or one that deletes its folder at the end.
+        ConfigurationError: If an argument is invalid; in `fit`, if there is no `log_dir` and either
+            no `BackupAndRestore` or one that deletes its folder at the end.
     """
 
     def __init__(
@@ -96,24 +97,24 @@ class RunLog(Watchdog):
         super().__init__()
         if log_dir is None and storage_options:
             raise ConfigurationError(
-                "`storage_options` is for `log_dir`, which is not given. Without it the log goes "
-                "to the directory of the BackupAndRestore, by its own options."
+                "`storage_options` is for `log_dir`, which is not given. Without it, the log is "
+                "written to the directory of the BackupAndRestore, with its storage options."
             )
         self.log_dir = log_dir
         self._storage_options = dict(storage_options or {})
         self._files = None if log_dir is None else open_files(log_dir, storage_options)
-        self._writes: _Writes | None = None  # not where another one does the work
+        self._writes: _Writes | None = None  # None if another instance does the work
 
-    # Keras' hooks, in the order in which they come
+    # Keras' hooks, in the order in which they are called
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
         self.close()
-        # Here, because Keras makes the step before `on_train_begin`.
+        # Here, because Keras traces the step before `on_train_begin`.
         if self.stands_aside(callback_list.move_to_front(self)):
             return
-        # What is reported before the run is known waits.
+        # Events that are reported before the run is known wait.
         self._writes = _Writes(OwnWindows(model, syncs=True), callback_list.Calling.now())
 
     def set_params(self, params: Mapping[str, Any]) -> None:
@@ -181,7 +182,7 @@ class RunLog(Watchdog):
             reporting.report(events.Finished(step, epochs, bool(self.model.stop_training)))
 
     def close(self) -> None:
-        """Ends the log."""
+        """Closes the log."""
         if self._writes is not None:
             self._writes.close()
             self._writes.windows.close()
@@ -194,13 +195,13 @@ class RunLog(Watchdog):
             return None
         if self._keeper is None:
             return (
-                "RunLog needs a folder: give it `log_dir`, or a keras_distplug.BackupAndRestore "
-                "among the callbacks, whose directory it takes."
+                "RunLog needs a folder: give it `log_dir`, or add a "
+                "keras_distplug.BackupAndRestore, whose directory it then uses."
             )
         if self._keeper.delete_checkpoint:
             return (
-                "RunLog would lose its files with those of the BackupAndRestore, which is to "
-                "delete its directory at the end. Give RunLog a `log_dir`, or BackupAndRestore "
+                "RunLog would lose its files, because the BackupAndRestore deletes its directory "
+                "at the end. Give RunLog a `log_dir`, or BackupAndRestore "
                 "delete_checkpoint=False."
             )
         return None
@@ -217,7 +218,7 @@ class RunLog(Watchdog):
             run = self._keeper.context
             files, folder = run.files, f"{run.name}/{FOLDER}"
             place, options = run.directory, run.storage_options
-        if self._keeper is None:  # it may go on with a model that was trained before
+        if self._keeper is None:  # the model may have been trained before
             writes.step = writes.windows.updates
         run_folder = folder.removesuffix(FOLDER).rstrip("/")
         supervised = Supervised.from_env() if role.is_chief else None
@@ -241,9 +242,7 @@ class RunLog(Watchdog):
         where = files.where(folder)
 
         def tell_failure(error: OSError) -> None:
-            announce(
-                f"the log of this run, in {where}, cannot be written, and is tried again: {error}"
-            )
+            announce(f"the log of this run, in {where}, cannot be written; retrying: {error}")
 
         log = Log(
             sink_for(files, f"{folder}/{stem}"),
@@ -270,7 +269,7 @@ class RunLog(Watchdog):
 
 
 class _Writes:
-    """One worker's log of one `fit`; hears what all report."""
+    """One worker's log of one `fit`; listens to all reports."""
 
     def __init__(self, windows: OwnWindows, fit: callback_list.Calling | None) -> None:
         for each in reporting.listeners():
@@ -280,7 +279,7 @@ class _Writes:
         self.is_training = False
         self.is_open = self.was_open = False
         self.epoch = 0
-        self.step = 0  # batches since the run began
+        self.step = 0  # batches since the run started
         self.windows = windows
         self.marker: StepMarker | None = None  # of the chief, under a supervisor
         self._steps = 0  # of this window
@@ -306,7 +305,7 @@ class _Writes:
     ) -> None:
         self._source, self._log, self._curves = source, log, curves
         for each in (log, curves):
-            if each is not None:  # whose threads would stay where an error has ended `fit`
+            if each is not None:  # whose threads would otherwise survive an error in `fit`
                 weakref.finalize(self, each.close).atexit = False
         supervised = Supervised.from_env()
         self._job = None if supervised is None else supervised.job
@@ -325,7 +324,7 @@ class _Writes:
             event, events.Finished | events.Preempted | events.PeerLost | events.Raised
         )
         if is_last or isinstance(event, events.RolledBack):
-            self.end_window()  # with the steps by then
+            self.end_window()  # with the steps so far
         now = self._now()
         if self.is_open:
             self._write(now, event)
@@ -339,7 +338,7 @@ class _Writes:
     def spent(self, category: Category, secs: float) -> None:
         self._ledger.spent(category, secs, time.monotonic())
 
-    # As training goes on
+    # During training
 
     def switch(self, category: Category) -> None:
         self._doing = category
@@ -370,14 +369,14 @@ class _Writes:
         reporting.report(events.EpochEnded(epoch, self.step, numbers))
 
     def end_window(self) -> None:
-        """Writes what time went to by now."""
+        """Writes the use of the time since the last window."""
         if not self.is_open:
             return
         self._flushed_s = time.monotonic()
         secs, steps, self._steps = self._ledger.take(self._flushed_s), self._steps, 0
         report = self.windows.end_window()
         if report is not None:
-            # What is not known of the steps' waits stays with them.
+            # Waiting time that is not known stays with the steps.
             waits_s = {
                 Category.INPUT: report.input_total_s or 0.0,
                 Category.SYNC: report.sync_total_s or 0.0,
@@ -387,7 +386,7 @@ class _Writes:
         self._write(self._now(), dataclasses.replace(window, loss=self._loss if steps else None))
 
     def close_if_over(self) -> None:
-        """An error may have ended its `fit`."""
+        """Closes the log if an error has ended its `fit`."""
         if self._fit is None or not self._fit.is_above(sys._getframe()):
             self.close()
 
@@ -408,7 +407,7 @@ class _Writes:
             self._curves.hear(at, event)
 
     def _now(self) -> float:
-        """Seconds since 1970. In one `fit` they go on where somebody sets the clock."""
+        """Returns seconds since 1970; within one `fit`, setting the clock has no effect."""
         return self._begun_at + (unsuspended_s() - self._at_s)
 
     # From the log's thread
@@ -447,7 +446,7 @@ def _window(
 
 
 def _while_there(method: Callable[..., bytes | None]) -> Callable[..., bytes | None]:
-    """A log's thread keeps nobody alive."""
+    """Wraps a method so that the log's thread does not keep its object alive."""
     there = weakref.WeakMethod(method)
 
     def call(*args: Any) -> bytes | None:
@@ -459,7 +458,7 @@ def _while_there(method: Callable[..., bytes | None]) -> Callable[..., bytes | N
 
 @functools.cache
 def _hear_of_errors() -> None:
-    """An error that ends the process is told of by the log of the `fit` that it has ended."""
+    """Logs errors that end the process, in the log of the `fit` that they have ended."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -475,7 +474,8 @@ _has_begun = False  # a `fit` of this process
 
 
 def _begun_s() -> float:
-    """By `time.monotonic`: when the process was started, for its first `fit`; now, for others."""
+    """Returns the start of the process for its first `fit`, and now for others, by
+    `time.monotonic`."""
     global _has_begun
     is_first, _has_begun = not _has_begun, True
     is_of_process = is_first and not is_interactive()

@@ -1,4 +1,4 @@
-"""Where a run is, and how late its log arrives there."""
+"""The place of a run, and the delay of its log."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from keras_distplug.core.events import Beat, Entry, Event, Window
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.incident_groups import Group, in_words
-from keras_distplug.runlog.progress import usual_step_secs
+from keras_distplug.runlog.run_progress import usual_step_secs
 
 SILENT_SECS = 12.0  # two heartbeats, and some: the state is shown within 15 s
 HEARD_SECS = 15.0
@@ -125,7 +125,7 @@ class Run:
         host = self.hosts.get(worker)
         return worker if host is None or " on " in worker else f"{worker} on {host}"
 
-    # What the supervisor says
+    # The supervisor's events
 
     def _from_supervisor(self) -> Finding | None:
         if not self.said:
@@ -159,8 +159,7 @@ class Run:
         return None
 
     def _why(self, failed: events.Failed) -> str:
-        """The supervisor's words, and the error of the worker, which the supervisor does not
-        know."""
+        """Returns the supervisor's reason with the worker's error, which only the log has."""
         raised = [
             entry.event.what
             for fit in self.group
@@ -173,7 +172,7 @@ class Run:
         found = [entry for entry in self._supervised if isinstance(entry.event, kind)]
         return found[-1] if found else None
 
-    # What the workers say
+    # The workers' events
 
     def _from_workers(self) -> Finding:
         if self.chief is None or self.heard_at is None:
@@ -196,7 +195,7 @@ class Run:
         return Finding(State.TRAINING, first, what)
 
     def _end(self) -> Finding | None:
-        """Finished, stopped or failed, as the workers of the last attempt say."""
+        """Returns the end of the last attempt, as its workers have logged it."""
         ends: list[tuple[Entry, Fit]] = [
             (entry, fit)
             for fit in self.group
@@ -227,7 +226,7 @@ class Run:
         return None
 
     def _hang(self) -> Finding | None:
-        """What `HangWatchdog` has reported, unless steps were trained since."""
+        """Returns the hang that `HangWatchdog` has reported, unless steps were trained since."""
         found = [
             (entry, fit)
             for fit in self.group
@@ -248,7 +247,7 @@ class Run:
         )
 
     def _stall(self) -> Finding | None:
-        """Heartbeats arrive, and no step is trained."""
+        """Returns a stall: heartbeats arrive, but no step finishes."""
         assert self.chief is not None
         last = self.chief.entries[-1]
         beat = last.event
@@ -271,7 +270,7 @@ class Run:
         return Finding(State.STALLED, since, what, names or self._all_workers())
 
     def _patience(self, beat: Beat) -> float:
-        """How long no step may finish."""
+        """Returns how long the chief may go without finishing a step."""
         assert self.chief is not None
         usual_s = usual_step_secs(self.chief)
         match beat.doing:
@@ -312,7 +311,7 @@ def _doing(fit: Fit) -> str | None:
 
 
 def _is_elsewhere(fit: Fit) -> bool:
-    """Whether a worker says that it is not in a training step."""
+    """True if the last heartbeat of a worker says that it is not in a training step."""
     return _doing(fit) not in (None, Category.STEP, Category.START_UP)
 
 

@@ -21,11 +21,11 @@ _SHARE = 0.01  # of the time so far, between two uploads
 
 
 class UploadPace:
-    """How long to wait between uploads: longer, the longer they have been going on.
+    """The pause between uploads, which grows with the time since the first one.
 
     Args:
-        least_secs: At the start.
-        most_secs: Later.
+        least_secs: The pause at the start, in seconds.
+        most_secs: The longest pause, in seconds.
     """
 
     def __init__(self, least_secs: float, most_secs: float) -> None:
@@ -40,22 +40,22 @@ class UploadPace:
 
 
 class Sink(Protocol):
-    """Where lines go."""
+    """A destination of lines."""
 
     @property
     def every_secs(self) -> float:
-        """Pause between writes."""
+        """The pause between writes, in seconds."""
         ...
 
     def write(self, lines: bytes) -> None:
-        """Raises OSError, and has written nothing then that counts."""
+        """Writes lines. After an `OSError`, none of them counts as written."""
         ...
 
     def close(self) -> None: ...
 
 
 class Appended:
-    """A file on a disk."""
+    """Appends lines to a file on a disk."""
 
     every_secs = 0.0
 
@@ -63,7 +63,7 @@ class Appended:
         self._files = files
         self._name = name
         self._file: int | None = None
-        self._bytes = 0  # that count
+        self._bytes = 0  # of complete writes
         self._is_torn = False
 
     def write(self, lines: bytes) -> None:
@@ -78,13 +78,13 @@ class Appended:
         if (taken := os.write(self._file, lines)) < len(lines):
             self._mend(self._file)
             where = self._files.where(self._name)
-            raise OSError(f"{where} took {taken} of {len(lines)} bytes only")
+            raise OSError(f"{where} accepted only {taken} of {len(lines)} bytes")
         self._is_torn = False
         self._bytes += len(lines)
 
     def _mend(self, file: int) -> None:
-        """Takes back what a full disk has taken, for all of it is written again. Nobody else writes
-        to this file."""
+        """Removes what a full disk has accepted of a write, because all of it is written again. No
+        other process writes to this file."""
         os.ftruncate(file, self._bytes)
         self._is_torn = False
 
@@ -95,7 +95,7 @@ class Appended:
 
 
 class Uploaded:
-    """Files in a store."""
+    """Writes lines to files in a store, which cannot be appended to."""
 
     def __init__(self, files: Files, stem: str) -> None:
         self._files = files
@@ -118,7 +118,7 @@ class Uploaded:
         if len(part) >= _PART_BYTES:
             self._number, self._version, self._part, self._before = self._number + 1, 0, b"", None
         if before is not None:
-            with contextlib.suppress(OSError):  # it does not count any more
+            with contextlib.suppress(OSError):  # the newer one counts
                 self._files.delete(before)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Uploaded:
 
 
 def sink_for(files: Files, stem: str) -> Sink:
-    """Where the file `stem` goes, from the folder of `files`."""
+    """Returns the sink for the file `stem` in `files`."""
     if isinstance(files, LocalFiles):
         return Appended(files, f"{stem}{SUFFIX}")
     return Uploaded(files, stem)

@@ -1,4 +1,4 @@
-"""A run as a page shows it: numbers, in a size that does not grow with the run."""
+"""A run as the page shows it, in a size that does not grow with the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_distplug.runlog import goodput_totals, loss_curve, replicas_shown
 from keras_distplug.runlog.goodput_totals import Fit, Span
 from keras_distplug.runlog.incident_groups import Place
 from keras_distplug.runlog.replicas_shown import BINS
-from keras_distplug.runlog.verdict import Verdict, verdict
+from keras_distplug.runlog.run_verdict import Verdict, verdict
 from keras_distplug.storage.survey import Looked
 
 _MOST_EVENTS = 200
@@ -171,7 +171,7 @@ def _status(found: Verdict) -> dict[str, Any]:
 def _range(
     fits: Sequence[Fit], supervised: Sequence[Entry], spans: Sequence[Span]
 ) -> tuple[float, float]:
-    """What charts show; the same as long as nothing new is known."""
+    """Returns the start and the end of the charts, which change only with news."""
     if spans:
         return spans[0].begin, spans[-1].end
     told = [
@@ -195,8 +195,8 @@ def _attempt(attempt: goodput_totals.Attempt) -> dict[str, Any]:
 
 
 def _area(spans: Sequence[Span], begin: float, end: float) -> dict[str, Any]:
-    """The share of each category in each stretch of time."""
-    width = (end - begin) / BINS or 1.0  # a run that has only begun has no length
+    """Returns the share of every category in every stretch of time."""
+    width = (end - begin) / BINS or 1.0  # a run that has just started has no length
     bins = [dict.fromkeys(Category, 0.0) for _ in range(BINS)]
     for span in spans:
         first = int((span.begin - begin) / width)
@@ -220,7 +220,7 @@ def _area(spans: Sequence[Span], begin: float, end: float) -> dict[str, Any]:
 
 
 def _saved(fits: Sequence[Fit], looked: Mapping[int, Looked] | None) -> list[dict[str, Any]]:
-    """Checkpoints, and what is known of them: where nobody has looked, what the log says."""
+    """Returns all checkpoints with their state; if it is not known, as the log describes them."""
     found: list[dict[str, Any]] = []
     for fit in goodput_totals.chiefs(fits):
         for entry in fit.entries:
@@ -247,7 +247,7 @@ def _saved(fits: Sequence[Fit], looked: Mapping[int, Looked] | None) -> list[dic
 
 def _row(at: float, event: events.Saved, looked: Mapping[int, Looked] | None) -> dict[str, Any]:
     seen = Looked("committed", False)
-    if looked is not None and not event.is_local:  # a worker's own disk is not to be seen from here
+    if looked is not None and not event.is_local:  # a worker's local disk is not visible from here
         seen = looked.get(event.step, Looked("replaced", False))
     return {
         "at": at,
@@ -262,7 +262,7 @@ def _row(at: float, event: events.Saved, looked: Mapping[int, Looked] | None) ->
 
 
 def _read_back(saved: Sequence[dict[str, Any]], event: events.Restored) -> None:
-    """Who takes a checkpoint up compares all its bytes with what was committed."""
+    """Marks a restored checkpoint: restoring compares all bytes with their checksums."""
     tier = "local" if event.is_local else "shared"
     for each in reversed(saved):
         if (each["step"], each["tier"]) == (event.step, tier):

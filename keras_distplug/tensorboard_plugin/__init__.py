@@ -1,1 +1,1 @@
-"""The tab "Distplug" of TensorBoard. It reads the logs of runs, not TensorBoard's own files."""
+"""TensorBoard's "Distplug" tab, which reads the logs of runs rather than event files."""

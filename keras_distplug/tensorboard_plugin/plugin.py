@@ -1,4 +1,4 @@
-"""What TensorBoard asks for."""
+"""The plugin that serves the tab to TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from keras_distplug.storage.files import Files
 from keras_distplug.tensorboard_plugin.watched import Answer, Watched, answer
 
 NAME = "distplug"
-_FIND_SECS = 30.0  # between looks for runs in a store, which takes a request for each folder
+_FIND_SECS = 30.0  # between searches for runs in a store, which take a request per folder
 _logger = tb_logging.get_logger()
 
 
 class Loader(base_plugin.TBLoader):  # type: ignore[misc]
-    """Makes the plugin; TensorBoard finds it by the entry point `tensorboard_plugins`."""
+    """Creates the plugin. TensorBoard finds it through the entry point `tensorboard_plugins`."""
 
     def load(self, context: base_plugin.TBContext) -> Plugin:
         return Plugin(context)
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
-        """Nothing of ours is sampled, for nothing of it is in TensorBoard's files."""
+        """Changes no flags: sampling does not apply, because no data come from event files."""
 
 
 class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
@@ -42,7 +42,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._folders = folders_of(context.flags)
         self._watched: dict[str, Watched] = {}
         self._found: dict[str, tuple[float, list[tuple[Files, str]]]] = {}  # in stores
-        self._told: set[tuple[str, str]] = set()  # what was said of runs that cannot be shown
+        self._told: set[tuple[str, str]] = set()  # warnings that were logged
 
     def get_plugin_apps(self) -> Mapping[str, Callable[..., Any]]:
         return {"/index.js": self._module, "/runs": self._runs, "/run": self._run}
@@ -56,7 +56,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     # How
 
     def _logs(self, failed: dict[str, str]) -> Iterator[Watched]:
-        """All runs. What cannot be looked into is put down in `failed`, by its name."""
+        """Yields all runs, and adds the errors of folders that cannot be listed to `failed`."""
         for name, folder in self._folders.items():
             try:
                 for files, path in self._find(name, folder, failed):
@@ -91,7 +91,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     @wrappers.Request.application  # type: ignore[arg-type]
     def _runs(self, request: wrappers.Request) -> Any:
-        """The headlines of all runs."""
+        """Sends the headlines of all runs."""
         now = time.time()
         failed: dict[str, str] = {}
         shown: list[Mapping[str, Any]] = []
@@ -99,7 +99,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             try:
                 shown.append(watched.headline(now))
             except Exception as error:  # noqa: BLE001
-                # One run that cannot be shown, for whatever reason, hides no other one.
+                # A run that cannot be shown, for whatever reason, must not hide the others.
                 failed[watched.label] = self._failure(watched, error)
         shown += [{"name": name, "error": error} for name, error in failed.items()]
         shown.sort(key=lambda run: str(run["name"]))
@@ -107,7 +107,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     @wrappers.Request.application  # type: ignore[arg-type]
     def _run(self, request: wrappers.Request) -> Any:
-        """All of the run `name`."""
+        """Sends the details of the run `name`."""
         now = time.time()
         name = request.args.get("name", "")
         watched = self._watched.get(name)
@@ -130,12 +130,12 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
 
 def folders_of(flags: argparse.Namespace) -> dict[str, str]:
-    """Folders and URLs of `--logdir` and `--logdir_spec`, by the name that each was given."""
+    """Returns the folders and URLs of `--logdir` and `--logdir_spec` by their names."""
     if getattr(flags, "logdir", ""):
         return {"": flags.logdir}
     found = {}
     for number, spec in enumerate((getattr(flags, "logdir_spec", "") or "").split(",")):
-        # As TensorBoard has it: `name:path`, but for paths, and URLs, that have a colon themselves.
+        # As in TensorBoard: `name:path`, except for paths and URLs that contain a colon.
         name, colon, path = spec.partition(":")
         is_path = spec.startswith("/") or os.path.splitdrive(spec)[0] or path.startswith("//")
         is_named = colon and not is_path

@@ -1,4 +1,4 @@
-"""A run that somebody looks at again and again."""
+"""A run that the tab shows, updated with every refresh."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.survey import Looked
 
-_LOOK_SECS = 30.0  # between looks at what the log does not tell of
+_LOOK_SECS = 30.0  # between looks at the checkpoints, which may change without a log line
 _MOST_NOTES = 20
-_LOOK_SHARE = 0.1  # of the time in which nothing came: a run of last week does not change any more
+_LOOK_SHARE = 0.1  # of the time since the last log line: old runs rarely change
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent.
+    """A response.
 
     Args:
-        text: As JSON.
-        version: Another one for each other text.
+        text: JSON.
+        version: Differs for different texts.
     """
 
     text: str
@@ -46,14 +46,14 @@ def answer(found: Any) -> Answer:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of a run.
+    """The known data of a run.
 
     Args:
-        at: Since when, in seconds since 1970.
-        fits: What its workers have told.
-        supervised: What supervisors have.
+        at: When they were read, in seconds since 1970.
+        fits: The fits of all workers.
+        supervised: The supervisors' events.
         checkpoints: The existing checkpoints; None if that is not known.
-        looked_at: Since when these are known.
+        looked_at: When these were listed, in seconds since 1970.
     """
 
     at: float
@@ -72,19 +72,19 @@ class _Known:
 
 
 class Watched:
-    """Makes what is shown of a run, anew when there is news.
+    """Caches what the tab shows of a run until there is news.
 
     Args:
-        label: What it is called.
-        files: A folder that holds the run's folder, some levels down perhaps.
-        path: The run's folder, from there.
+        label: The name of the run on the page.
+        files: A folder that contains the run's folder, possibly some levels down.
+        path: The path of the run's folder in `files`.
     """
 
     def __init__(self, label: str, files: Files, path: str) -> None:
         self.label = label
         self._files = files
         self._path = path
-        self._notes: deque[str] = deque(maxlen=_MOST_NOTES)  # of what is skipped
+        self._notes: deque[str] = deque(maxlen=_MOST_NOTES)  # about skipped lines
         self._reader = Reader(files, path, self._note)
         self._known: _Known | None = None
         self._judged: Judged | None = None
@@ -93,7 +93,7 @@ class Watched:
         self._updating = threading.Lock()
 
     def headline(self, now: float) -> dict[str, Any]:
-        """As `runlog.summary.headline`."""
+        """Returns `runlog.summary.headline` of the run."""
         with self._updating:
             known = self._update(now)
             if self._headline is None:
@@ -102,7 +102,7 @@ class Watched:
             return self._headline
 
     def details(self, now: float) -> Answer:
-        """As `runlog.summary.summary`."""
+        """Returns `runlog.summary.summary` of the run."""
         with self._updating:
             known = self._update(now)
             if self._details is None:

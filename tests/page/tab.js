@@ -24,6 +24,12 @@ const problem = () => one('[role="status"]').textContent;
 
 async function used() {
   await until(() => article("b"));
+  // What moves without the reader's doing, from the first headline on.
+  let shift = 0;
+  const { PerformanceObserver } = frame.contentWindow;
+  new PerformanceObserver((list) => {
+    for (const entry of list.getEntries()) if (!entry.hadRecentInput) shift += entry.value;
+  }).observe({ type: "layout-shift", buffered: true });
   said.first = { rows: all("tbody").at(0).rows.length, pressed: pressed(), ages: ages() };
   said.asked = await (await fetch("asked")).json();
 
@@ -41,6 +47,8 @@ async function used() {
   await fetch("later");
   await until(() => ages()[0] !== said.first.ages[0]);
   said.later = { mark: article("a").dataset.mark, ages: ages(), card: one('[data-question="checkpoint safe"]').textContent };
+
+  said.shift = shift;
 
   await fetch("break");
   said.problem = await until(problem);

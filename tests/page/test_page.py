@@ -14,7 +14,7 @@ from support.browser import Shown, browsed
 from keras_distplug import page
 from keras_distplug.cli import main
 from keras_distplug.core.event_lines import to_line
-from keras_distplug.core.events import Window
+from keras_distplug.core.events import Entry, Window
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.summary import summary
 from keras_distplug.storage.survey import Looked
@@ -207,3 +207,27 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--overwrite"]) == 0
     assert main(["report", str(tmp_path / "runs"), "-o", str(tmp_path / "no" / "r.html")]) == 2
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_loss_across_attempts(tmp_path: Path) -> None:
+    """One curve for every attempt, and a cross where one was killed."""
+    fits, supervised, end = logged.fits(2, 100)
+    with_loss = [Fit(fit.began, tuple(map(_with_loss, fit.entries))) for fit in fits]
+    path = tmp_path / "report.html"
+    path.write_text(page.html("runs", [summary("a", with_loss, supervised, end)], end))
+    dom, console = browsed(path.as_uri(), tmp_path)
+    assert console == ""
+    chart = dom.partition("Loss over time")[2].partition("</svg>")[0]
+    assert re.findall(r'class="curve loss" d="M[^"]+" data-attempt="(.)"', chart) == ["0", "1"]
+    assert chart.count('<line class="death"') == 1
+    kill = float(re.findall(r'<line class="death" x1="([\d.]+)"', chart)[0])
+    ends = [float(x) for x in re.findall(r"[ML]([\d.]+) [\d.]+\" data-attempt", chart)]
+    assert abs(kill - ends[0]) < 2 < ends[1] - kill
+
+
+def _with_loss(entry: Entry) -> Entry:
+    if not isinstance(entry.event, Window):
+        return entry
+    return dataclasses.replace(
+        entry, event=dataclasses.replace(entry.event, loss=100 / entry.event.step)
+    )

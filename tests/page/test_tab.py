@@ -113,6 +113,7 @@ def test_used(site: tuple[str, Site], tmp_path: Path) -> None:
     assert said["news"]["pressed"] == ["run a", "zoom all", "heat input"]
     assert said["news"]["focused"] == "heat input"
     assert int(said["news"]["step"]) > int(said["chosen"]["step"])
+    assert said["shift"] < 0.01
     # Time goes on without news, and nothing is drawn anew for it.
     assert said["later"]["mark"] == "the same"
     assert all("1 h " in age for age in said["later"]["ages"])

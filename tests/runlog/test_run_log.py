@@ -298,13 +298,13 @@ def test_texts(tmp_path: Path) -> None:
     steps, texts = zip(*texts_in(log / "goodput", "distplug/events"), strict=True)
     assert len(set(steps)) == len(steps)
     assert list(steps) == sorted(steps)
-    begins = "training begins, by 1 workers, 1 replicas"
+    begins = "training starts with 1 workers, 1 replicas"
     assert texts[0] == begins
     # The first attempt may end before its checkpoint is complete, of which nobody tells then.
     place = texts.index("**worker-0 exited with code 1**")
     assert texts[place + 1] == begins
-    assert texts[place + 2].startswith("it goes on behind step 4, from ")
-    assert texts[-1] == "the end, behind step 12"
+    assert texts[place + 2].startswith("training resumes after step 4, from ")
+    assert texts[-1] == "training finished after step 12"
 
 
 def test_one_within_another(tmp_path: Path) -> None:
@@ -633,7 +633,7 @@ def test_store_that_fails(
     fit(kd.defaults(directory, save_freq="epoch"))
     [found] = logged(directory)
     assert names(found)[-1] == "Finished"
-    assert caplog.text.count("does not reach TensorBoard, and is tried again: no room") == 1
+    assert caplog.text.count("cannot be written for TensorBoard; retrying: no room") == 1
 
 
 @pytest.mark.parametrize(
@@ -662,7 +662,7 @@ def test_folder_that_cannot_be_written_to(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "log").write_text("in the way")
     fit([kd.RunLog(tmp_path)])
     log_files._close_all()
-    assert caplog.text.count("cannot be written, and is tried again") == 1
+    assert caplog.text.count("cannot be written; retrying") == 1
 
 
 def test_evaluate_and_predict(tmp_path: Path) -> None:

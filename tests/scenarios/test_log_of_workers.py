@@ -213,25 +213,26 @@ def _is_right(shown: Shown, job: Job) -> None:
     cards = dict(zip(shown.cards[::2], shown.cards[1::2], strict=True))
     assert cards["goodput"] == f"{100 * share:.1f} %"
     first, second = goodput_totals.attempts(job.fits, job.supervised)
-    assert cards["step"] == str(second.last_step)
-    assert cards["last verified checkpoint"].startswith(f"step {second.last_step}, ")
-    assert "(sizes verified)" in cards["last verified checkpoint"]
-    _, *rows = shown.tables["Attempts, the newest first"]
+    assert cards["step"] == f"{second.last_step:,} of {second.last_step:,}"
+    assert cards["last checkpoint"] == f"step {second.last_step:,}"
+    assert cards["checkpoint safe"].startswith(f"yes: step {second.last_step:,}, ")
+    assert cards["checkpoint safe"].endswith(", sizes verified")
+    _, *rows = shown.tables["Attempts, newest first"]
     assert [row[3:] for row in rows] == [
-        ["2", f"{second.first_step} to {second.last_step}", "0", "", "finished"],
-        ["2", f"0 to {first.last_step}", str(first.lost_steps), "137", first.end],
+        ["2", f"{second.first_step:,} to {second.last_step:,}", "0", "", "finished"],
+        ["2", f"0 to {first.last_step:,}", f"{first.lost_steps:,}", "137", first.end],
     ]
     # The restored checkpoint no longer exists, but all of it was read.
-    _, *saved = shown.tables["Checkpoints, the newest first"]
+    _, *saved = shown.tables["Checkpoints, newest first"]
     assert saved[0][-2:] == ["committed", "sizes verified"]
-    _, *ranked = shown.tables["Replicas of the last attempt, the slowest first"]
+    _, *ranked = shown.tables["Replicas of the last attempt, slowest first"]
     assert [row[0] for row in ranked] == [str(LATE), str(1 - LATE)]
     assert ranked[0][1].startswith(f"worker-{LATE} on ")
     late, other = (float(row[3]) for row in ranked)
     assert late > other
     assert [float(row[5]) < 1 for row in ranked] == [True, False]
-    _, *incidents = shown.tables["Incidents, the newest first"]
-    assert [row[1:3] for row in incidents][-1] == ["failed", "supervisor"]
-    assert "worker-1 was killed by SIGKILL" in incidents[-1][-1]
+    _, *incidents = shown.tables["Incidents, newest first, equal ones grouped"]
+    assert incidents[-1][1].startswith("worker-1 failed (exit code 137)worker-1 was killed")
+    assert incidents[-1][2].startswith("worker-1 on ")
     share = secs[Category.RECOVERY] / sum(secs.values())
     assert any(each.startswith(f"recovery {100 * share:.1f} %") for each in shown.legend)

@@ -12,7 +12,7 @@ from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals
 from keras_distplug.runlog.goodput_totals import Attempt, Fit, Span
 from keras_distplug.runlog.incident_groups import Group, Place, grouped, incidents
-from keras_distplug.runlog.progress import Progress, progress, step_of
+from keras_distplug.runlog.run_progress import Progress, progress, step_of
 from keras_distplug.runlog.run_state import ENDED, LEVELS, Clock, Finding, Run, State
 
 _SLOW = 0.67  # of the usual speed
@@ -126,11 +126,11 @@ class _Slow:
 
 
 def _slow(groups: Sequence[Group], made: Progress, spans: Sequence[Span], state: State) -> _Slow:
-    """What slows a run down."""
+    """Returns what slows the run down."""
     stragglers = [
         group for group in groups if group.kind == "slow_replica" and group.over_at is None
     ]
-    ratio = made.relative_speed
+    ratio = None if state in ENDED else made.relative_speed
     if stragglers:
         first = stragglers[0]
         more = f"; {len(stragglers) - 1} more below" if len(stragglers) > 1 else ""
@@ -163,7 +163,7 @@ def _lost(
     checkpoint: Mapping[str, Any] | None,
     run: Run,
 ) -> str:
-    """How much work was lost, or would be if the run died now."""
+    """Describes the work that was lost, or would be if the run died now."""
     redone_s = goodput_totals.totals(spans)[Category.REDONE]
     before = sum(attempt.lost_steps for attempt in attempts)
     restarts = max(len(attempts) - 1, 0)
@@ -208,7 +208,7 @@ def _recovery(finding: Finding, checkpoint: Mapping[str, Any] | None, run: Run) 
 
 
 def _advice(finding: Finding, groups: Sequence[Group], run: Run) -> tuple[str, str | None]:
-    """What to do next."""
+    """Returns what to do next, and a command line that helps."""
     recent = [group for group in groups if group.over_at is None]
     match finding.state:
         case State.FINISHED:

@@ -1,4 +1,4 @@
-"""How far a training is, how fast, and how long it still takes."""
+"""The progress of a training, its speed and the time left."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _epoch(fit: Fit) -> int | None:
 
 
 def _steps_per_epoch(chiefs: Sequence[Fit]) -> int | None:
-    """As Keras knows it, or as a whole epoch has shown it."""
+    """Returns the steps of an epoch as Keras has reported them, or as a whole epoch had."""
     if (known := chiefs[-1].began.steps_per_epoch) is not None:
         return known
     for fit in reversed(chiefs):

@@ -15,8 +15,8 @@ from keras_distplug.core.events import SUPERVISOR, Entry, Event, Window
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.incident_groups import Place
 from keras_distplug.runlog.run_state import State
+from keras_distplug.runlog.run_verdict import Verdict
 from keras_distplug.runlog.summary import judged
-from keras_distplug.runlog.verdict import Verdict
 from keras_distplug.storage.survey import Looked
 
 BEGIN = 1000.0
@@ -294,6 +294,18 @@ def test_groups() -> None:
     assert other.title == "NaN in `other`"
     assert "No space left on device" in failed_save.advice
     assert judge([fit], END + 1).command == "keras-distplug replay /runs/mnist"
+
+
+def test_origin_of_nan() -> None:
+    """Incidents of one origin are equal, although their numbers differ."""
+    told = [
+        dataclasses.replace(
+            left_out(n), origin=f"the batch: {n} of 128 values in `x` are not finite"
+        )
+        for n in (8, 16)
+    ]
+    [group] = judge([worker(30, *((0.1, event) for event in told))], END + 1).groups
+    assert (group.title, group.count) == ("NaN in the batch (`x`)", 2)
 
 
 def test_command_lines_are_quoted() -> None:
