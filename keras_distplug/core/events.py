@@ -126,6 +126,7 @@ class Window(Event):
     input_s: float | None = None
     memory_bytes: int | None = None
     replicas: tuple[OfReplica, ...] = ()
+    loss: float | None = None  # as Keras logs it after the last batch: the mean of the epoch so far
 
 
 @dataclass(frozen=True)
@@ -325,6 +326,19 @@ class LinesLost(Event):
     """Lines of this log could not be written for so long that some were given up."""
 
     lines: int
+
+
+@dataclass(frozen=True)
+class TrackerFailed(Event):
+    """An experiment tracker does not receive this training's metrics, and is tried again.
+
+    Args:
+        tracker: Its name.
+        why: For people.
+    """
+
+    tracker: str
+    why: str
 
 
 @dataclass(frozen=True)

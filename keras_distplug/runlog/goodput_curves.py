@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
@@ -36,6 +36,8 @@ class GoodputCurves:
         earlier: Gives what the attempts before this one have told.
         begins_at: When this one began, in seconds since 1970.
         resumes: Whether it may go on with what these have trained.
+        on_shares: Called, from the thread, with the step and the time at which a window ends, and
+            the shares of the time until then.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class GoodputCurves:
         begins_at: float,
         *,
         resumes: bool = True,
+        on_shares: Callable[[int, float, Mapping[str, float | None]], None] | None = None,
     ) -> None:
         self._files = files
         self._earlier = earlier
         self._begins_at = begins_at
         self._resumes = resumes
+        self._on_shares = on_shares
         self._step = 0
         self._totals = dict.fromkeys(Category, 0.0)
         self._lately: deque[Span] = deque()
@@ -88,7 +92,7 @@ class GoodputCurves:
                 self._tell(at, event)
                 continue
             self._take(made.take(at, event))
-            self._write(at)
+            self._write(at, event.step)
             try:
                 self._files.look_after()
             except OSError as error:
@@ -130,7 +134,7 @@ class GoodputCurves:
                 self._totals[category] += secs
             self._lately.append(span)
 
-    def _write(self, at: float) -> None:
+    def _write(self, at: float, trained: int) -> None:
         # TensorBoard drops what came before a step that goes back, as where a clock was set.
         step = self._step = max(self._step, round(at - self._first_at))
         whole_s = sum(self._totals.values())
@@ -144,6 +148,8 @@ class GoodputCurves:
         shares["goodput/whole_run"] = goodput_totals.goodput(self._totals)
         lately = goodput_totals.goodput_lately(self._lately, self._first_at, at)
         shares |= {f"goodput/last_{minutes}_min": share for minutes, share in lately.items()}
+        if self._on_shares is not None:
+            self._on_shares(trained, at, shares)
         for name, share in shares.items():
             if share is not None:
                 self._files.add_scalar(name, share, step)

@@ -279,5 +279,7 @@ def told(event: Event) -> str | None:
             return f"{event.what} to {event.where}"
         case events.PeerLost():
             return f"lost {event.who}"
+        case events.TrackerFailed():
+            return f"{event.tracker} does not receive metrics: {event.why}"
         case _:
             return None

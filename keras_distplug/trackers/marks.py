@@ -1,0 +1,63 @@
+"""What has to survive a kill so that the next attempt continues a tracker's run.
+
+<directory>/run-0001/log/trackers/wandb/
+  3f0c...9a1b.key     the key of the tracker's run
+  000000001234.step   the last step that the tracker may have received
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+
+from keras_distplug.storage.files import Files
+
+_KEY = re.compile(r"(?P<key>[0-9a-f]{32})\.key")
+_STEP = re.compile(r"(?P<step>\d{12,})\.step")
+
+
+class Marks:
+    """Files of one tracker, in the folder of the training's log. Methods wait for the storage, and
+    raise OSError.
+
+    Args:
+        files: The directory.
+        folder: In it.
+    """
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+        self._last: str | None = None
+
+    def key(self) -> str:
+        """Returns the key of the tracker's run, which the first attempt draws at random."""
+        keys = [match["key"] for name in self._names() if (match := _KEY.fullmatch(name))]
+        if keys:
+            return keys[0]
+        drawn = uuid.uuid4().hex
+        self._files.create(f"{self._folder}/{drawn}.key", [b""])
+        return drawn
+
+    def last_step(self) -> int:
+        """Returns the last step that was marked; -1 if none was."""
+        found = {int(m["step"]): name for name in self._names() if (m := _STEP.fullmatch(name))}
+        if not found:
+            return -1
+        self._last = found[max(found)]
+        return max(found)
+
+    def mark(self, step: int) -> None:
+        """Notes that the tracker is about to receive this step."""
+        name = f"{step:012d}.step"
+        if name == self._last:
+            return
+        with contextlib.suppress(FileExistsError):  # created before, and the answer was lost
+            self._files.create(f"{self._folder}/{name}", [b""])
+        before, self._last = self._last, name
+        if before is not None:
+            self._files.delete(f"{self._folder}/{before}")
+
+    def _names(self) -> list[str]:
+        return self._files.names(self._folder)
