@@ -13,6 +13,7 @@ from keras_distplug.trackers.tracker import (
     Outcome,
     Point,
     TrackedRun,
+    prefixed,
     require_package,
 )
 
@@ -50,8 +51,9 @@ class MlflowTracker:
         experiment: Name of the experiment, created if it does not exist. Defaults to
             `MLFLOW_EXPERIMENT_NAME`, or `"Default"`.
         tracking_uri: Defaults to `mlflow.set_tracking_uri`'s, or `MLFLOW_TRACKING_URI`.
-        run_id: A run that the script has opened, the same one in all attempts. Its status is left
-            to the script. Defaults to a run of its own.
+        run_id: A run that the script has opened, the same one in all attempts, for example for
+            MLflow's own Keras callback. Its status is left to the script, and all metrics have the
+            prefix `distplug/`. Defaults to a run of its own.
         run_name: Defaults to the folder's name.
         tags: A dict of tags for a new run.
 
@@ -107,7 +109,8 @@ class MlflowTracker:
 
         at_ms = round(1000 * point.at)
         # The step comes first, for a store that does not write all of them at once.
-        metrics = {_STEP: float(point.step), **point.metrics}
+        found = point.metrics if self._given_id is None else prefixed(point.metrics)
+        metrics = {_STEP: float(point.step), **found}
         self._client.log_batch(
             self._id,
             [

@@ -131,6 +131,14 @@ class Tracker(Protocol):
         ...
 
 
+def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics under names that a callback of the tracker does not use for its own."""
+    return {
+        name if name.startswith("distplug/") else f"distplug/{name}": value
+        for name, value in metrics.items()
+    }
+
+
 def require_package(module: str, tracker: str, package: str) -> None:
     """Checks that a tracker's library is installed, without loading it.
 

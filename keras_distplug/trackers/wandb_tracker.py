@@ -11,6 +11,7 @@ from keras_distplug.trackers.tracker import (
     Point,
     Severity,
     TrackedRun,
+    prefixed,
     require_package,
 )
 
@@ -45,9 +46,10 @@ class WandbTracker:
 
     Args:
         project: The project. Defaults to W&B's default: `WANDB_PROJECT`, or `"uncategorized"`.
-        run: A run that the script has opened with `wandb.init(id=..., resume="allow")`. The
-            script ends it. Metrics are then logged without W&B's own step, over the metric
-            `distplug/step`. Defaults to a run of its own, which leaves `wandb.run` alone.
+        run: A run that the script has opened with `wandb.init(id=..., resume="allow")`, for
+            example for W&B's own Keras callback. The script ends it. All metrics then have the
+            prefix `distplug/`, and are logged over the metric `distplug/step` instead of W&B's own
+            step. Defaults to a run of its own, which leaves `wandb.run` alone.
         settings: A dict of `wandb.Settings` that take the place of ours: `console="off"`,
             `finish_timeout=10` (seconds), `x_transaction_log_flush_interval=1` (seconds).
         init: Other arguments of `wandb.init`, such as `entity`, `group`, `tags` or `mode`.
@@ -94,7 +96,7 @@ class WandbTracker:
         if self._given is not None:
             self._run = self._given
             self._run.define_metric(_STEP)
-            self._run.define_metric("*", step_metric=_STEP)
+            self._run.define_metric("distplug/*", step_metric=_STEP)
         else:
             self._run = self._opened(wandb, run)
         self._run.config.update({"distplug": dict(run.details)}, allow_val_change=True)
@@ -104,7 +106,7 @@ class WandbTracker:
         if self._given is None:
             self._run.log(dict(point.metrics), step=point.step)
         else:
-            self._run.log({**point.metrics, _STEP: point.step})
+            self._run.log({**prefixed(point.metrics), _STEP: point.step})
 
     def alert(self, incident: Incident) -> None:
         self._run.alert(
