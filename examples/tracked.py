@@ -87,6 +87,7 @@ def main(directory: str, epochs: int, names: list[str], has_callbacks: bool) -> 
         batch_size=64,
         epochs=epochs,
         validation_data=(x_test, y_test),
+        verbose=2,
         callbacks=[*kd.defaults(directory), kd.RunLog(trackers=trackers), *callbacks],
     )
     accuracy = history.history["val_accuracy"]

@@ -59,10 +59,11 @@ class TrackedFit:
         match event:
             case Window():
                 if event.steps:
-                    self._put(event.step, at, self._window(at, event))
+                    self._put(Point(event.step, at, self._window(at, event)))
             case events.EpochEnded():
                 known = {name: value for name, value in event.logs.items() if value is not None}
-                self._put(event.step, at, {**known, "distplug/epoch": event.epoch + 1})
+                known["distplug/epoch"] = event.epoch + 1.0
+                self._put(Point(event.step, at, known, is_epoch_end=True))
             case events.Saved(is_local=False):
                 self._saved_at = at
             case events.Finished():
@@ -109,7 +110,7 @@ class TrackedFit:
             name: value for key, name in _SHOWN.items() if (value := shares.get(key)) is not None
         }
         if shown:
-            self._put(step, at, shown)
+            self._put(Point(step, at, shown))
 
     def close(self) -> None:
         """Waits for what is still to be sent, but not for long."""
@@ -118,8 +119,7 @@ class TrackedFit:
     def _window(self, at: float, window: Window) -> dict[str, float]:
         secs = sum(window.secs.values())
         found = {
-            "loss": window.loss,
-            "distplug/epoch": window.epoch + 1,
+            "distplug/running_loss": window.loss,
             "distplug/steps_per_second": window.steps / secs if secs > 0 else None,
             "distplug/step_ms": None if window.step_s is None else 1e3 * window.step_s,
             "distplug/input_ms": None if window.input_s is None else 1e3 * window.input_s,
@@ -128,9 +128,9 @@ class TrackedFit:
         }
         return {name: float(value) for name, value in found.items() if value is not None}
 
-    def _put(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+    def _put(self, point: Point) -> None:
         for outbox in self._outboxes:
-            outbox.put(Point(step, at, metrics))
+            outbox.put(point)
 
     def _alert(self, incident: Incident) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ and the values that these receive.
 
 from keras_distplug.trackers.tracker import (
     Incident,
+    Mark,
     Outcome,
     Point,
     Severity,
@@ -13,4 +14,4 @@ from keras_distplug.trackers.tracker import (
     Tracker,
 )
 
-__all__ = ["Incident", "Outcome", "Point", "Severity", "TrackedRun", "Tracker"]
+__all__ = ["Incident", "Mark", "Outcome", "Point", "Severity", "TrackedRun", "Tracker"]

@@ -12,9 +12,10 @@ import re
 import uuid
 
 from keras_distplug.storage.files import Files
+from keras_distplug.trackers.tracker import Mark
 
 _KEY = re.compile(r"(?P<key>[0-9a-f]{32})\.key")
-_STEP = re.compile(r"(?P<step>\d{12,})\.step")
+_MARK = re.compile(r"(?P<step>\d{12,})\.(?P<kind>step|epoch)")
 
 
 class Marks:
@@ -40,17 +41,21 @@ class Marks:
         self._files.create(f"{self._folder}/{drawn}.key", [b""])
         return drawn
 
-    def last_step(self) -> int:
-        """Returns the last step that was marked; -1 if none was."""
-        found = {int(m["step"]): name for name in self._names() if (m := _STEP.fullmatch(name))}
+    def last(self) -> Mark:
+        """Returns the last point that was marked."""
+        found = {
+            Mark(int(match["step"]), match["kind"] == "epoch"): name
+            for name in self._names()
+            if (match := _MARK.fullmatch(name))
+        }
         if not found:
-            return -1
+            return Mark()
         self._last = found[max(found)]
         return max(found)
 
-    def mark(self, step: int) -> None:
-        """Notes that the tracker is about to receive this step."""
-        name = f"{step:012d}.step"
+    def mark(self, point: Mark) -> None:
+        """Notes that the tracker is about to receive this point."""
+        name = f"{point.step:012d}.{'epoch' if point.is_epoch_end else 'step'}"
         if name == self._last:
             return
         with contextlib.suppress(FileExistsError):  # created before, and the answer was lost

@@ -10,6 +10,7 @@ from typing import Any
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.trackers.tracker import (
     Incident,
+    Mark,
     Outcome,
     Point,
     TrackedRun,
@@ -18,7 +19,7 @@ from keras_distplug.trackers.tracker import (
 )
 
 _KEY, _INCIDENTS = "keras_distplug.run", "keras_distplug.incidents"
-_STEP = "distplug/step"
+_STEP, _EPOCH_END = "distplug/step", "distplug/epoch_end_step"
 _NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
 _MOST_CHARACTERS = 5_000  # of a tag
 _STATUS = {Outcome.FINISHED: "FINISHED", Outcome.FAILED: "FAILED", Outcome.INTERRUPTED: "KILLED"}
@@ -39,7 +40,7 @@ class MlflowTracker:
 
     - Metrics are logged with `step`, the number of batches trained since the run started. A batch
       that is trained again after a kill is not logged again: the run itself holds the last step, as
-      the metric `distplug/step`.
+      the metrics `distplug/step` and `distplug/epoch_end_step`.
     - Incidents are lines of the tag `keras_distplug.incidents`; the tags
       `keras_distplug.<detail>` have the workers, versions and so on of the last attempt.
     - The run's status is `FINISHED`, `FAILED` after an error, or `KILLED` if it was interrupted and
@@ -91,7 +92,7 @@ class MlflowTracker:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.experiment is None else repr(self.experiment)})"
 
-    def open(self, run: TrackedRun) -> int | None:
+    def open(self, run: TrackedRun) -> Mark | None:
         from mlflow import MlflowClient
 
         self._client = MlflowClient(self._tracking_uri)
@@ -102,7 +103,8 @@ class MlflowTracker:
             self._client.set_tag(self._id, f"keras_distplug.{name}", str(value))
         data = self._client.get_run(self._id).data
         self._incidents = data.tags.get(_INCIDENTS, "").splitlines()
-        return int(data.metrics.get(_STEP, -1))
+        step, epoch_end = (int(data.metrics.get(name, -1)) for name in (_STEP, _EPOCH_END))
+        return max(Mark(step), Mark(epoch_end, is_epoch_end=epoch_end >= 0))
 
     def log(self, point: Point) -> None:
         from mlflow.entities import Metric
@@ -110,7 +112,7 @@ class MlflowTracker:
         at_ms = round(1000 * point.at)
         # The step comes first, for a store that does not write all of them at once.
         found = point.metrics if self._given_id is None else prefixed(point.metrics)
-        metrics = {_STEP: float(point.step), **found}
+        metrics = {_EPOCH_END if point.is_epoch_end else _STEP: float(point.step), **found}
         self._client.log_batch(
             self._id,
             [

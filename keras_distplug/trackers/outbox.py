@@ -18,7 +18,7 @@ from keras_distplug.core.events import TrackerFailed
 from keras_distplug.core.log import announce
 from keras_distplug.core.threads import before_threads_end
 from keras_distplug.trackers.marks import Marks
-from keras_distplug.trackers.tracker import Incident, Outcome, Point, TrackedRun, Tracker
+from keras_distplug.trackers.tracker import Incident, Mark, Outcome, Point, TrackedRun, Tracker
 
 _MOST = 5_000  # of what waits
 _SETTLE_SECS = 1.0  # in which a step's metrics may still be completed
@@ -50,7 +50,8 @@ class Outbox:
         self._name, self._details = name, dict(details)
         self._marks = marks
         self._is_marking = True
-        self._last = -1  # step that the tracker has
+        self._last = Mark()  # of what the tracker has
+        self._least_step = 0  # of the next point, for a tracker that keeps one row per step
         self._waiting: deque[Point | Incident] = deque()
         self._put_s = 0.0  # when the last point was completed
         self._dropped = 0
@@ -65,12 +66,12 @@ class Outbox:
         _outboxes.add(self)
 
     def put(self, item: Point | Incident) -> None:
-        """Adds a point or an incident, from any thread. Points of one step become one."""
+        """Adds a point or an incident, from any thread. Points of one step and kind become one."""
         with self._changed:
             last = self._waiting[-1] if self._waiting else None
             if isinstance(item, Point):
                 self._put_s = time.monotonic()
-                if isinstance(last, Point) and last.step == item.step:
+                if isinstance(last, Point) and _mark_of(last) == _mark_of(item):
                     self._waiting[-1] = replace(last, metrics={**last.metrics, **item.metrics})
                     return
             self._waiting.append(item)
@@ -159,7 +160,9 @@ class Outbox:
         marks = self._marks
         known = self._tracker.open(TrackedRun(marks.key(), self._name, self._details))
         self._is_marking = known is None
-        self._last = marks.last_step() if known is None else known
+        self._last = marks.last() if known is None else known
+        # Its row of this step may be complete: then the epoch's logs come with the next step.
+        self._least_step = self._last.step + 1 if known is None else 0
 
     def _next(self) -> Point | Incident | None:
         """Returns what to send next, once there is something; None at the end."""
@@ -183,15 +186,19 @@ class Outbox:
     def _send(self, item: Point | Incident) -> None:
         if isinstance(item, Incident):
             self._tracker.alert(item)
-        elif item.step > self._last:  # others were logged by an attempt before, with these values
+        elif (mark := _mark_of(item)) > self._last:  # an attempt before logged others, as they are
             if self._is_marking:
-                self._marks.mark(item.step)
-            self._tracker.log(item)
-            self._last = item.step
+                self._marks.mark(mark)
+            self._tracker.log(replace(item, step=max(item.step, self._least_step)))
+            self._last = mark
 
     def _close(self) -> None:
         assert self._outcome is not None
         self._tracker.close(self._outcome)
+
+
+def _mark_of(point: Point) -> Mark:
+    return Mark(point.step, point.is_epoch_end)
 
 
 def end_all(outboxes: Sequence[Outbox], outcome: Outcome) -> None:

@@ -42,6 +42,19 @@ class TrackedRun:
     details: Mapping[str, str | int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, order=True)
+class Mark:
+    """How much of a training a tracker has: points up to this one.
+
+    Args:
+        step: Batches trained since the run started; -1 before the first point.
+        is_epoch_end: Whether that includes the logs of the epoch that ends with this step.
+    """
+
+    step: int = -1
+    is_epoch_end: bool = False
+
+
 @dataclass(frozen=True)
 class Point:
     """Metrics of one step.
@@ -50,11 +63,14 @@ class Point:
         step: Batches trained since the run started.
         at: Seconds since 1970. A point that is logged again after a failure has the same time.
         metrics: By name.
+        is_epoch_end: Whether these are the logs of the epoch that ends with this step. A step may
+            have two points, one of each kind, whose metrics have different names.
     """
 
     step: int
     at: float
     metrics: Mapping[str, float]
+    is_epoch_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,18 +124,19 @@ class Tracker(Protocol):
         """A lowercase word that no other tracker of the training has: it names a folder."""
         ...
 
-    def open(self, run: TrackedRun) -> int | None:
+    def open(self, run: TrackedRun) -> Mark | None:
         """Creates the tracker's run, or resumes the one with this key. Called once per attempt.
 
         Returns:
-            The last step that the tracker's run holds, -1 for an empty run, or None if the tracker
-            cannot know. With None, `RunLog` notes every step in the folder of the training before
-            the tracker receives it.
+            How much the tracker's run has, `Mark()` for an empty run, or None if the tracker cannot
+            know. With None, `RunLog` notes every point in the folder of the training before the
+            tracker receives it.
         """
         ...
 
     def log(self, point: Point) -> None:
-        """Records metrics. Steps increase strictly, over all attempts."""
+        """Records metrics. Steps never decrease, and no metric comes twice for a step, over all
+        attempts."""
         ...
 
     def alert(self, incident: Incident) -> None:

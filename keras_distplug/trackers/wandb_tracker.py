@@ -7,6 +7,7 @@ from typing import Any
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.trackers.tracker import (
     Incident,
+    Mark,
     Outcome,
     Point,
     Severity,
@@ -90,7 +91,7 @@ class WandbTracker:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.project is None else repr(self.project)})"
 
-    def open(self, run: TrackedRun) -> int | None:
+    def open(self, run: TrackedRun) -> Mark | None:
         import wandb
 
         if self._given is not None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_distplug.trackers import Incident, Outcome, Point, TrackedRun
+from keras_distplug.trackers import Incident, Mark, Outcome, Point, TrackedRun
+
+
+def increases(steps: Sequence[int]) -> bool:
+    """Whether there are some, and each is larger than the one before."""
+    return len(steps) > 1 and all(a < b for a, b in itertools.pairwise(steps))
 
 
 class Recorded:
@@ -25,11 +31,12 @@ class Recorded:
         self.threads: set[str] = set()
         self.before: Callable[[Any], None] = lambda what: None  # may raise, or wait
 
-    def open(self, run: TrackedRun) -> int | None:
+    def open(self, run: TrackedRun) -> Mark | None:
         self._begin(run)
         self.runs.append(run)
         if self.knows:
-            return self.points[-1].step if self.points else -1
+            last = self.points[-1] if self.points else None
+            return Mark() if last is None else Mark(last.step, last.is_epoch_end)
         return None
 
     def log(self, point: Point) -> None:
@@ -51,3 +58,6 @@ class Recorded:
     def _begin(self, what: Any) -> None:
         self.threads.add(threading.current_thread().name)
         self.before(what)
+
+    def steps_with(self, metric: str) -> list[int]:
+        return [point.step for point in self.points if metric in point.metrics]

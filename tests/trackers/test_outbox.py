@@ -52,8 +52,8 @@ def box(tracker: Recorded, folder: Path) -> Outbox:
     return Outbox(tracker, "mnist/run-0001", {"workers": 1}, marks(folder))
 
 
-def point(step: int, **metrics: float) -> Point:
-    return Point(step, 1000.0 + step, metrics or {"loss": 1.0 / (step + 1)})
+def point(step: int, *, epoch: bool = False, **metrics: float) -> Point:
+    return Point(step, 1000.0 + step, metrics or {"loss": 1.0 / (step + 1)}, epoch)
 
 
 def test_order(tmp_path: Path) -> None:
@@ -72,17 +72,22 @@ def test_order(tmp_path: Path) -> None:
 
 
 def test_one_point_per_step(tmp_path: Path) -> None:
-    """A window, an epoch and goodput of one step are one point."""
+    """A window and its goodput are one point; the epoch that ends there is another one, however
+    much later its validation ends. What comes after a later step is dropped."""
     tracker = Recorded()
     sent = box(tracker, tmp_path)
     sent.put(point(4, loss=0.5))
-    sent.put(point(4, val_loss=0.6))
     sent.put(point(4, goodput=0.9))
+    assert sent.flush(10)
+    sent.put(point(4, epoch=True, val_loss=0.6))
     sent.put(point(5, loss=0.4))
-    sent.put(point(4, goodput=0.8))  # too late
+    sent.put(point(4, goodput=0.8))
     end_all([sent], Outcome.FINISHED)
-    assert tracker.steps == [4, 5]
-    assert tracker.points[0].metrics == {"loss": 0.5, "val_loss": 0.6, "goodput": 0.9}
+    assert [(each.step, each.metrics) for each in tracker.points] == [
+        (4, {"loss": 0.5, "goodput": 0.9}),
+        (4, {"val_loss": 0.6}),
+        (5, {"loss": 0.4}),
+    ]
 
 
 def test_newest_point_arrives(tmp_path: Path) -> None:
@@ -115,6 +120,30 @@ def test_after_a_kill(knows: bool, tmp_path: Path) -> None:
     first.end(Outcome.FINISHED)
 
 
+@pytest.mark.parametrize(("knows", "step"), [(False, 5), (True, 4)])
+def test_killed_while_it_validates(knows: bool, step: int, tmp_path: Path) -> None:
+    """The epoch's logs are not lost, though its last step was logged; a tracker with one row per
+    step, of which it does not know whether it is complete, has them with the next step."""
+    tracker = Recorded(knows=knows)
+    first = box(tracker, tmp_path)
+    first.put(point(4))
+    assert first.flush(10)
+    second = box(tracker, tmp_path)
+    for each in (point(4), point(4, epoch=True, val_loss=0.6), point(5)):
+        second.put(each)
+    assert second.flush(10)
+    third = box(tracker, tmp_path)  # killed once more, and after the epoch's logs
+    for each in (point(4), point(4, epoch=True, val_loss=0.6), point(5), point(6)):
+        third.put(each)
+    end_all([first, second, third], Outcome.FINISHED)
+    assert [(each.step, *each.metrics) for each in tracker.points] == [
+        (4, "loss"),
+        (step, "val_loss"),
+        (5, "loss"),
+        (6, "loss"),
+    ]
+
+
 def test_mark_before_the_point(tmp_path: Path) -> None:
     """A step is marked before the tracker receives it: killed in between, it is not logged twice.
     One mark is left, whatever their number."""
@@ -123,7 +152,7 @@ def test_mark_before_the_point(tmp_path: Path) -> None:
 
     def look(what: Any) -> None:
         if isinstance(what, Point):
-            seen.append(marks(tmp_path).last_step())
+            seen.append(marks(tmp_path).last().step)
 
     tracker.before = look
     sent = box(tracker, tmp_path)
@@ -213,12 +242,12 @@ def test_forged_names(tmp_path: Path) -> None:
     """Files with other names in the folder are neither keys nor marks."""
     folder = tmp_path / "run-0001/log/trackers/recorded"
     folder.mkdir(parents=True)
-    for name in ("../x.key", "x.key", "9.step", "step", "-00000000009.step"):
+    for name in ("../x.key", "x.key", "9.step", "9.epoch", "-00000000009.step"):
         (folder / name.replace("/", "_")).write_text("")
     key = marks(tmp_path).key()
     assert len(key) == 32
     assert marks(tmp_path).key() == key
-    assert marks(tmp_path).last_step() == -1
+    assert marks(tmp_path).last().step == -1
 
 
 @pytest.mark.parametrize(

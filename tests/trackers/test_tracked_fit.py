@@ -38,24 +38,23 @@ def before(*reported: Event) -> list[Fit]:
 
 
 def test_metrics(tmp_path: Path) -> None:
-    """Windows give speed, memory and the age of the checkpoint, epochs their logs, and goodput is
-    part of the same point."""
+    """Windows give speed, memory, goodput and the age of the checkpoint, and epochs their logs."""
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
     made.hear(1000.0, events.Saved(3, 0.1))
     made.hear(1001.0, events.Saved(4, 0.1, is_local=True))
     made.hear(1004.0, window(45, step_s=0.1, memory_bytes=2**21, loss=0.7))
-    made.hear(1004.0, events.EpochEnded(1, 45, {"loss": 0.7, "val_loss": 0.8, "odd": None}))
     made.hear_goodput(45, 1004.0, {"goodput/whole_run": 0.9, "goodput/last_5_min": None})
+    made.hear(1004.5, events.EpochEnded(1, 45, {"loss": 0.7, "val_loss": 0.8, "odd": None}))
     made.hear(1005.0, events.Window(45, 0, 1, {"other": 1.0}))  # at the end, without a step
     made.hear(1006.0, events.Finished(45, 3))
     made.close()
-    [point] = tracker.points
-    assert (point.step, point.at) == (45, 1004.0)
+    point, epoch = tracker.points
+    assert (epoch.step, epoch.is_epoch_end) == (45, True)
+    assert epoch.metrics == {"loss": 0.7, "val_loss": 0.8, "distplug/epoch": 2}
+    assert (point.step, point.at, point.is_epoch_end) == (45, 1004.0, False)
     assert point.metrics == {
-        "loss": 0.7,
-        "val_loss": 0.8,
-        "distplug/epoch": 2,
+        "distplug/running_loss": 0.7,
         "distplug/steps_per_second": 5.0,
         "distplug/step_ms": pytest.approx(100.0),
         "distplug/memory_mb": 2.0,
