@@ -81,6 +81,7 @@ def main(directory: str, epochs: int, names: list[str], has_callbacks: bool) -> 
     else:
         made = {"wandb": kd.WandbTracker, "mlflow": kd.MlflowTracker}
         trackers = [made[name]("digits") for name in names]
+    ours = [*kd.defaults(directory, save_freq="epoch"), kd.RunLog(trackers=trackers)]
     history = model.fit(
         x_train,
         y_train,

@@ -20,8 +20,14 @@ _OURS = ("id", "resume", "reinit", "settings")
 _STEP = "distplug/step"
 _LEVELS = {Severity.INFO: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
 # wandb writes its file every 15 s by default: so much would be lost with a process that is killed.
-# Console output is not captured, because that starts here in the middle of a training.
-_SETTINGS = {"console": "off", "finish_timeout": 10.0, "x_transaction_log_flush_interval": 1.0}
+# Console output is not captured, because that starts here in the middle of a training. At the end
+# of the process, wandb waits for both timeouts: for 90 s, and forever, by default.
+_SETTINGS = {
+    "console": "off",
+    "init_timeout": 20.0,
+    "finish_timeout": 10.0,
+    "x_transaction_log_flush_interval": 1.0,
+}
 
 
 class WandbTracker:
@@ -51,8 +57,9 @@ class WandbTracker:
             example for W&B's own Keras callback. The script ends it. All metrics then have the
             prefix `distplug/`, and are logged over the metric `distplug/step` instead of W&B's own
             step. Defaults to a run of its own, which leaves `wandb.run` alone.
-        settings: A dict of `wandb.Settings` that take the place of ours: `console="off"`,
-            `finish_timeout=10` (seconds), `x_transaction_log_flush_interval=1` (seconds).
+        settings: A dict of `wandb.Settings` that take the place of ours: `console="off"`, and in
+            seconds `init_timeout=20`, `finish_timeout=10` and
+            `x_transaction_log_flush_interval=1`.
         init: Other arguments of `wandb.init`, such as `entity`, `group`, `tags` or `mode`.
 
     Raises:
@@ -133,11 +140,17 @@ class WandbTracker:
             )
         known = wandb.Settings.model_fields
         ours = {name: value for name, value in _SETTINGS.items() if name in known}
-        return wandb.init(
-            **{"name": run.name, **self._init},
-            project=self.project,
-            id=run.key,
-            resume="allow",
-            reinit="create_new",
-            settings=wandb.Settings(**{**ours, **self._settings}),
-        )
+        try:
+            return wandb.init(
+                **{"name": run.name, **self._init},
+                project=self.project,
+                id=run.key,
+                resume="allow",
+                reinit="create_new",
+                settings=wandb.Settings(**{**ours, **self._settings}),
+            )
+        except BaseException:
+            # wandb keeps the ID of a run that it could not open, and would refuse it next time.
+            if wandb.run is None:
+                wandb.teardown()
+            raise
