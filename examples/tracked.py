@@ -89,11 +89,7 @@ def main(directory: str, epochs: int, names: list[str], has_callbacks: bool) -> 
         epochs=epochs,
         validation_data=(x_test, y_test),
         verbose=2,
-        callbacks=[
-            *kd.defaults(directory, save_freq="epoch"),
-            kd.RunLog(trackers=trackers),
-            *callbacks,
-        ],
+        callbacks=[*ours, *callbacks],
     )
     accuracy = history.history["val_accuracy"]
     print(f"validation accuracy {accuracy[-1]:.4f} after {len(accuracy)} epochs", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from keras_distplug.core.errors import ConfigurationError
@@ -152,5 +153,6 @@ class WandbTracker:
         except BaseException:
             # wandb keeps the ID of a run that it could not open, and would refuse it next time.
             if wandb.run is None:
-                wandb.teardown()
+                with contextlib.suppress(Exception):  # as at the end of the process
+                    wandb.teardown()
             raise
