@@ -35,11 +35,14 @@ if TYPE_CHECKING:
     from keras_distplug.step.instrumentation import StepInstrument, instrument_step
     from keras_distplug.storage.files import register_store
     from keras_distplug.storage.retention import Retention
+    from keras_distplug.trackers.mlflow_tracker import MlflowTracker
+    from keras_distplug.trackers.wandb_tracker import WandbTracker
 
 __all__ = [
     "BackupAndRestore",
     "HangWatchdog",
     "LocalCheckpoints",
+    "MlflowTracker",
     "NaNWatchdog",
     "PreemptionHandler",
     "ReplicaMetrics",
@@ -49,6 +52,7 @@ __all__ = [
     "Saving",
     "StepInstrument",
     "StragglerWatchdog",
+    "WandbTracker",
     "__version__",
     "adapt",
     "chief_only",
@@ -69,6 +73,7 @@ _HOMES = {
     "BackupAndRestore": "keras_distplug.checkpoint.backup_and_restore",
     "HangWatchdog": "keras_distplug.hang.hang_watchdog",
     "LocalCheckpoints": "keras_distplug.checkpoint.settings",
+    "MlflowTracker": "keras_distplug.trackers.mlflow_tracker",
     "NaNWatchdog": "keras_distplug.nonfinite.nan_watchdog",
     "PreemptionHandler": "keras_distplug.preemption.preemption_handler",
     "ReplicaMetrics": "keras_distplug.replicas.replica_metrics",
@@ -78,6 +83,7 @@ _HOMES = {
     "Saving": "keras_distplug.checkpoint.settings",
     "StepInstrument": "keras_distplug.step.instrumentation",
     "StragglerWatchdog": "keras_distplug.replicas.straggler_watchdog",
+    "WandbTracker": "keras_distplug.trackers.wandb_tracker",
     "adapt": "keras_distplug.backend.tensorflow.trainer",
     "chief_only": "keras_distplug.callbacks.chief_only",
     "defaults": "keras_distplug.default_callbacks",
@@ -92,7 +98,7 @@ _HOMES = {
 }
 
 _BACKEND = "keras_distplug.backend.tensorflow.runtime.keras_backend"
-_WITHOUT_KERAS = ("Retention", "errors", "register_store")
+_WITHOUT_KERAS = ("MlflowTracker", "Retention", "WandbTracker", "errors", "register_store")
 
 
 def __getattr__(name: str) -> Any:

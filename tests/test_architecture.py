@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend.parameter_server": {"core", "backend.runtime", "backend.input", "backend.replicas"},
     "backend.trainer": {"core", *TENSORFLOW},
     "storage": {"core"},
+    "trackers": {"core", "storage"},
     "cluster": {"core", "backend.runtime"},
     "strategies": {"core", "backend.runtime", "backend.parameter_server"},
     "python_state": {"core", *BACKEND},
@@ -64,6 +65,7 @@ MAY_IMPORT |= {
 WITHOUT_TENSORFLOW = (
     "core",
     "storage",
+    "trackers",
     "supervisor",
     "page",
     "commands",

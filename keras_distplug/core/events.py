@@ -351,6 +351,19 @@ class LinesLost(Event):
 
 
 @dataclass(frozen=True)
+class TrackerFailed(Event):
+    """An experiment tracker does not receive this training's metrics, and is tried again.
+
+    Args:
+        tracker: Its name.
+        why: For people.
+    """
+
+    tracker: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Finished(Event):
     """`fit` has finished.
 

@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event, Window
@@ -32,6 +32,8 @@ class GoodputCurves:
         earlier: Returns the log of the earlier attempts.
         begins_at: The start of this attempt, in seconds since 1970.
         resumes: Whether it may resume the earlier ones. Defaults to `True`.
+        on_shares: Called from the thread with the step and the time at which a window ends, and the
+            shares of the time until then. Defaults to none.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class GoodputCurves:
         begins_at: float,
         *,
         resumes: bool = True,
+        on_shares: Callable[[int, float, Mapping[str, float | None]], None] | None = None,
     ) -> None:
         self._files = files
         self._earlier = earlier
         self._begins_at = begins_at
         self._resumes = resumes
+        self._on_shares = on_shares
         self._step = 0
         self._totals = dict.fromkeys(Category, 0.0)
         self._lately: deque[Span] = deque()
@@ -81,7 +85,7 @@ class GoodputCurves:
                 self._tell(at, event)
                 continue
             self._take(made.take(at, event))
-            self._write(at)
+            self._write(at, event.step)
             try:
                 self._files.look_after()
             except OSError as error:
@@ -123,7 +127,7 @@ class GoodputCurves:
                 self._totals[category] += secs
             self._lately.append(span)
 
-    def _write(self, at: float) -> None:
+    def _write(self, at: float, trained: int) -> None:
         # TensorBoard drops everything before a step that decreases, as it may if a clock was set.
         step = self._step = max(self._step, round(at - self._first_at))
         whole_s = sum(self._totals.values())
@@ -140,6 +144,8 @@ class GoodputCurves:
         if not self._has_layout:
             custom_charts.write_layout(self._files, "Distplug", custom_charts.GOODPUT)
             self._has_layout = True
+        if self._on_shares is not None:
+            self._on_shares(trained, at, shares)
         for name, share in shares.items():
             if share is not None:
                 self._files.add_scalar(name, share, step)

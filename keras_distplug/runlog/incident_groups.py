@@ -174,6 +174,8 @@ def in_words(event: Event) -> str | None:
             return f"{event.what} to {event.where}" if event.where else event.what
         case events.PeerLost():
             return f"lost {event.who}"
+        case events.TrackerFailed():
+            return f"{event.tracker} does not receive metrics: {event.why}"
         case _:
             return None
 
@@ -233,6 +235,8 @@ def _title(event: Event) -> str:
             return "Stopped by the user" if event.is_user else "Preempted"
         case events.PeerLost():
             return "A worker was lost"
+        case events.TrackerFailed():
+            return f"{event.tracker} does not receive metrics"
         case _:
             return "Training raised an error"
 
@@ -339,6 +343,8 @@ def _advice(event: Event, place: Place) -> str:
             return "Start the same command again: training resumes from the last checkpoint."
         case events.PeerLost():
             return "Read the end of the lost worker's output."
+        case events.TrackerFailed():
+            return "Check the tracker's server and credentials; training is not affected."
         case _:
             return "Fix the error, then start the same command again: training resumes."
 

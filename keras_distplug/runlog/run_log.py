@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import TracebackType
 from typing import Any
@@ -36,16 +36,18 @@ from keras_distplug.core.process import started_at
 from keras_distplug.core.step_marker import StepMarker
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.python_state import json_values
-from keras_distplug.runlog.event_files import EventFiles
+from keras_distplug.runlog.chief_listeners import chief_listeners
 from keras_distplug.runlog.goodput_curves import GoodputCurves
-from keras_distplug.runlog.goodput_totals import Fit
-from keras_distplug.runlog.log_files import FOLDER, Log, read
+from keras_distplug.runlog.log_files import FOLDER, Log
 from keras_distplug.runlog.sinks import sink_for
+from keras_distplug.runlog.tracked_fit import TrackedFit
 from keras_distplug.step.executions import Executions
 from keras_distplug.step.step_reports import StepReport
 from keras_distplug.step.step_windows import OwnWindows
 from keras_distplug.storage.commit import Writer
 from keras_distplug.storage.files import local_path, open_files
+from keras_distplug.trackers.outbox import require_trackers
+from keras_distplug.trackers.tracker import Tracker
 
 _LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
 _PACKAGES = ("keras_distplug", "keras", "tensorflow")
@@ -82,6 +84,10 @@ class RunLog(Watchdog):
             folder of the run of the `BackupAndRestore` among the callbacks.
         storage_options: Storage options for `log_dir`, as in `BackupAndRestore`. Defaults to
             `None`.
+        trackers: Experiment trackers, such as `WandbTracker(project="mnist")` or
+            `MlflowTracker("mnist")`, or objects with the methods of
+            `keras_distplug.trackers.Tracker`. Each has one run for all attempts, to which the chief
+            sends metrics and incidents from a thread. Defaults to none.
 
     Raises:
         ConfigurationError: If an argument is invalid; in `fit`, if there is no `log_dir` and either
@@ -93,8 +99,10 @@ class RunLog(Watchdog):
         log_dir: str | os.PathLike[str] | None = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         super().__init__()
+        self.trackers = require_trackers(trackers)
         if log_dir is None and storage_options:
             raise ConfigurationError(
                 "`storage_options` is for `log_dir`, which is not given. Without it, the log is "
@@ -250,16 +258,10 @@ class RunLog(Watchdog):
             _while_there(writes.lost),
             _while_there(writes.beat),
         )
-        curves = None
+        others: list[GoodputCurves | TrackedFit] = []
         if role.is_chief:
-
-            def earlier() -> tuple[list[Fit], list[Entry]]:
-                fits, supervised = read(files, run_folder)
-                return [fit for fit in fits if fit.began.session != session], supervised
-
-            event_files = EventFiles(files, f"{folder}/goodput")
-            curves = GoodputCurves(event_files, earlier, writes.begins_at, resumes=began.resumes)
-        writes.open(role.name, began, log, curves)
+            others = chief_listeners(files, folder, began, writes.begins_at, self.trackers)
+        writes.open(role.name, began, log, others)
         if supervised is not None and marked is not None:
             with contextlib.suppress(OSError):  # only the number of lost steps depends on it
                 writes.marker = StepMarker(marked, session, writes.step)
@@ -292,7 +294,7 @@ class _Writes:
         self._begun_at, self._at_s = time.time(), unsuspended_s()
         self.begins_at = self._begun_at - (time.monotonic() - begun_s)
         _hear_of_errors()
-        self._curves: GoodputCurves | None = None
+        self._others: Sequence[GoodputCurves | TrackedFit] = ()
         self._doing = Category.START_UP
         self._ledger = Ledger(begun_s, self._doing)
         self._loss: float | None = None
@@ -301,12 +303,15 @@ class _Writes:
         reporting.listen(self)
 
     def open(
-        self, source: str, began: events.Began, log: Log, curves: GoodputCurves | None
+        self,
+        source: str,
+        began: events.Began,
+        log: Log,
+        others: Sequence[GoodputCurves | TrackedFit],
     ) -> None:
-        self._source, self._log, self._curves = source, log, curves
-        for each in (log, curves):
-            if each is not None:  # whose threads would otherwise survive an error in `fit`
-                weakref.finalize(self, each.close).atexit = False
+        self._source, self._log, self._others = source, log, others
+        for each in (log, *others):  # their threads would otherwise survive an error in `fit`
+            weakref.finalize(self, each.close).atexit = False
         supervised = Supervised.from_env()
         self._job = None if supervised is None else supervised.job
         self._attempt = None if supervised is None else supervised.attempt
@@ -393,9 +398,9 @@ class _Writes:
     def close(self) -> None:
         reporting.listen_no_more(self)
         self.is_open = False
-        if self._curves is not None:
-            self._curves.close()
-            self._curves = None
+        for each in self._others:
+            each.close()
+        self._others = ()
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -403,8 +408,8 @@ class _Writes:
     def _write(self, at: float, event: Event) -> None:
         if self._log is not None:
             self._log.append(self._line(at, event), is_minor=isinstance(event, Window))
-        if self._curves is not None:
-            self._curves.hear(at, event)
+        for each in self._others:
+            each.hear(at, event)
 
     def _now(self) -> float:
         """Returns seconds since 1970; within one `fit`, setting the clock has no effect."""

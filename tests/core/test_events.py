@@ -54,6 +54,7 @@ def test_names() -> None:
         *("raised", "beat", "lines_lost"),
         *("peer_lost", "finished", "started", "training", "failed", "again", "ended"),
         "started_again",
+        "tracker_failed",
     }
 
 

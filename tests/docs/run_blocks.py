@@ -62,6 +62,8 @@ model.fit(x, y, callbacks=[callback], verbose=0)
     "adapt": 'strategy = tf.distribute.MirroredStrategy()\nmodel.save("model.keras")\n',
     "defaults": "MyCallback = keras.callbacks.Callback\n",
     "global_batch": "ds = ds.unbatch()\n",
+    "MlflowTracker": 'import os\nos.environ["MLFLOW_TRACKING_URI"] = "sqlite:///mlflow.db"\n',
+    "WandbTracker": 'import os\nos.environ["WANDB_MODE"] = "offline"\n',
 }
 
 

@@ -21,7 +21,7 @@ import pytest
 from storage.checkpoints import RUN, Checkpoints
 from stores.servers import moto
 from support.cluster import ROOT, environment
-from support.needed import missing
+from support.needed import is_installed, missing
 
 import keras_distplug
 from keras_distplug import cli
@@ -41,6 +41,7 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+TRACKERS = {"MlflowTracker": "mlflow", "WandbTracker": "wandb"}
 _OTHER_CODES = {"0", "1", "2", "3", "124", "127"}  # of commands, beside `ExitCode`
 
 
@@ -109,6 +110,8 @@ def test_pages_run(results: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_examples_run(results: dict[str, Any], name: str) -> None:
     """Everything public has an example, which runs; and so do those of its methods."""
+    if name in TRACKERS and not is_installed(TRACKERS[name]):
+        missing(TRACKERS[name], "Run pip install '.[test-trackers]'.")
     assert results[f"kd.{name}"]["blocks"]
     own = {key: value for key, value in results.items() if key.split(".")[:2] == ["kd", name]}
     assert not [each["error"] for each in own.values() if each["error"]], own

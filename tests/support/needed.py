@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
+
+
+def is_installed(module: str) -> bool:
+    """A folder of that name, such as the one in which wandb keeps its files, is not enough."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def missing(what: str, how: str) -> None:

@@ -65,6 +65,12 @@ class Watched:
         self._reader.join(timeout_s)
         return code if code >= 0 else 128 - code
 
+    def wait(self, timeout_s: float) -> int:
+        """Waits for its end; returns its exit code."""
+        code = self._process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
     def kill(self) -> None:
         """Kills it with all processes of its session."""
         with contextlib.suppress(ProcessLookupError):
