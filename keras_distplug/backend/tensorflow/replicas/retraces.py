@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
@@ -22,6 +23,7 @@ from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 
 OnData = Callable[[Any], Any]
 _Shape = tuple[int | None, ...]
+_ARRAYS = (tf.Tensor, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,11 @@ class Retraces:
 
 
 def _shape_of(part: Any) -> _Shape | None:
-    if not isinstance(part, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
-        return None
-    return tuple(part.shape.as_list())
+    if isinstance(part, _ARRAYS):
+        return tuple(part.shape)
+    if isinstance(part, tf.RaggedTensor | tf.SparseTensor):
+        return tuple(part.shape.as_list())
+    return None
 
 
 def _specs(data: Any, shapes: Sequence[_Shape | None]) -> Any:
@@ -140,4 +144,4 @@ def _spec(part: Any, shape: _Shape | None) -> Any:
         return tf.RaggedTensorSpec(shape, part.dtype, part.ragged_rank, part.row_splits.dtype)
     if isinstance(part, tf.SparseTensor):
         return tf.SparseTensorSpec(shape, part.dtype)
-    return tf.TensorSpec(shape, part.dtype) if isinstance(part, tf.Tensor) else NotImplemented
+    return tf.TensorSpec(shape, part.dtype) if isinstance(part, _ARRAYS) else NotImplemented
