@@ -1,7 +1,8 @@
 """Private names of Keras that moved, each looked up here only.
 
-Keras 3.10 to 3.15, and the nightly builds of 3.16 (the moves were part of no issue that we know
-of). A name that is in none of its places is a `VersionError`.
+Keras 3.10 to 3.15, and the nightly builds of 3.16, which moves them for pluggable backends
+(keras-team/keras#23397, keras-team/keras#23642). A name that is in none of its places is a
+`VersionError`.
 """
 
 from __future__ import annotations
