@@ -7,6 +7,7 @@ Keras 3.10 to 3.15, and the nightly builds of 3.16, which moves them for pluggab
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from keras.src import backend
@@ -35,3 +36,9 @@ Trainer = _first((trainer, "TensorFlowTrainer"), (trainer, "Trainer"))
 # `conv` and others, as layers and `keras.ops` call them.
 nn = _first((backend, "nn"), (backend, "ops.nn"))
 get_keras_mask = _first((backend, "get_keras_mask"), (masking, "get_keras_mask"))
+
+
+def start(enqueuer: Any) -> None:
+    """Starts an `OrderedEnqueuer`, to which Keras 3.16 gives the epoch that orders follow from."""
+    has_epoch = "epoch" in inspect.signature(enqueuer.start).parameters
+    enqueuer.start(**({"epoch": 0} if has_epoch else {}))
