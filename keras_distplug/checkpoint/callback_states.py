@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_distplug.backend.tensorflow.replicas.retraces import Retraces
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
 from keras_distplug.backend.tensorflow.runtime import keras_callbacks
 from keras_distplug.checkpoint.traced_values import TracedValues
@@ -55,7 +56,7 @@ class CallbackStates:
             if not (_has_state_methods(callback) or _is_ours(callback))
         }
         self._changes = CallbackChanges(watched, model, is_alone=is_alone)
-        self._traced_values = TracedValues(self._changes, Touched.of(model))
+        self._traced_values = TracedValues(self._changes, Touched.of(model), Retraces.of(model))
 
     def _check(self, name: str, state: Any) -> None:
         try:
@@ -99,7 +100,7 @@ class CallbackStates:
                 states.append({"callback": name, "state": state})
         states += [{"callback": name, "state": {"changed": each}} for name, each in changed.items()]
         if traced := self._traced_values.capture():
-            states.append({"callback": _STEPS, "state": {"traced": traced}})
+            states.append({"callback": _STEPS, "state": traced})
         return tuple(states), arrays
 
     def restore(
@@ -134,7 +135,7 @@ class CallbackStates:
             restored.append(callback)
         changed = {name: state.get("changed", ()) for name, state in by_name.items()}
         self._lost.update(dict.fromkeys(self._changes.restore(changed, arrays)))
-        self._traced_values.restore(by_name.get(_STEPS, {}).get("traced", {}))
+        self._traced_values.restore(by_name.get(_STEPS, {}))
         return restored
 
 

@@ -231,7 +231,13 @@ def _source(
         # Python's generators differ between workers, which must draw the same order.
         own = seed if workers.is_multi_worker(strategy) else None
         return PyData(
-            dataset, is_shuffled, own, class_weight, signature, is_in_parts=loop.keeps_iterator
+            dataset,
+            is_shuffled,
+            own,
+            class_weight,
+            signature,
+            is_in_parts=loop.keeps_iterator,
+            epochs_ended=loop.epochs_ended,
         )
     if (loader := loop.torch_loader) is not None:
         return LoaderData(loader)

@@ -39,6 +39,8 @@ class PyData(Source):
         class_weight: As in `Model.fit`.
         signature: As in `PyReader`.
         is_in_parts: True if epochs end mid-pass.
+        epochs_ended: Number of epochs of this `fit` that have ended, from which Keras 3.16 draws
+            its orders; None if it draws them from Python's generator.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PyData(Source):
         signature: Any = None,
         *,
         is_in_parts: bool = False,
+        epochs_ended: int | None = None,
     ) -> None:
         self._given = dataset
         self._batches_at_start = self.num_batches  # it may change later
@@ -64,7 +67,8 @@ class PyData(Source):
         self._attributes = Attributes(dataset, vars(stock()), only_generators=not self._hooks)
         self._reachable = ReachableState(dataset, {_DATASET: dataset}, {_DATASET: self._attributes})
         self._generators = _Generators(self)
-        self.variables = (self._attributes, self._generators, self._reachable)
+        self._epochs = _Epochs(epochs_ended)
+        self.variables = (self._attributes, self._generators, self._reachable, self._epochs)
         self._reported: set[str] = set()
         self._is_inspected = False
         self._is_watched = False  # True once a second batch was watched
@@ -90,21 +94,33 @@ class PyData(Source):
     ) -> tf.data.Dataset:
         if not start and not self._shuffle:
             return self.whole
+        epoch = self._epochs.at_start if start else None
         if start and not self.draws:
-            order = self._order(passed, self._generators.initial)
+            order = self._order(passed, epoch, self._generators.initial)
             dataset = self._reader.dataset(lambda: self._rest(start, order))
             return self._counted(dataset, start)
-        dataset = self._reader.dataset(lambda: self._rest(0, self._order(passed)))
+        dataset = self._reader.dataset(lambda: self._rest(0, self._order(passed, epoch)))
         return self._counted(dataset, 0).skip(start) if start else self._counted(dataset, 0)
 
-    def _order(self, passed: int, initial: Mapping[str, Any] | None = None) -> list[int] | None:
-        """Returns the order of a pass; with `initial`, drawn from those global generator states."""
+    def _order(
+        self, passed: int, epoch: int | None, initial: Mapping[str, Any] | None = None
+    ) -> list[int] | None:
+        """Returns the order of a pass.
+
+        Args:
+            passed: The number of passes before it.
+            epoch: The epoch in which it started; None for the current one.
+            initial: The states of the global generators at that time; None for the current ones.
+        """
         if (count := self.num_batches) is None or not self._shuffle:
             return None
         if self._seed is not None:
             return list(np.random.default_rng([self._seed, passed]).permutation(count))
         order = list(range(count))
-        (random if initial is None else random_states.python_generator(initial)).shuffle(order)
+        if self._epochs.ended is not None:
+            random.Random(self._epochs.ended if epoch is None else epoch).shuffle(order)
+        else:
+            (random if initial is None else random_states.python_generator(initial)).shuffle(order)
         return order
 
     def _rest(self, start: int, order: Sequence[int] | None) -> _Rest:
@@ -145,6 +161,8 @@ class PyData(Source):
         self._given.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
+        if self._epochs.ended is not None:
+            self._epochs.ended += 1
         inspects = "on_epoch_end" in self._hooks and not self._is_inspected
         before = self._kept() if inspects else None
         self._given.on_epoch_end()
@@ -205,6 +223,24 @@ class _Generators:
         self.initial = value
         if self._source.draws:
             random_states.restore_python(value)
+
+
+class _Epochs:
+    """The number of epochs that have ended, if orders are drawn from it."""
+
+    def __init__(self, ended: int | None) -> None:
+        self.ended = ended
+        self.at_start = ended  # at the start of the current pass
+
+    def read(self) -> int | None:
+        return self.ended
+
+    def assign(self, value: Any, *, in_pass: bool) -> None:
+        if value is None or self.ended is None:
+            return  # saved by a Keras version that draws orders in the other way
+        if in_pass:
+            self.at_start = value
+        self.ended = max(self.ended, value)
 
 
 class _Rest(keras.utils.PyDataset):  # type: ignore[misc]

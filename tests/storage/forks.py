@@ -78,6 +78,8 @@ def _watch(told: Callable[[str], object]) -> None:
     def profile(frame: object, event: str, function: Any) -> None:
         if event != "c_call" or function.__name__ in ("fspath", "_exit"):
             return
+        if function.__name__.startswith("_path_"):  # Python 3.13 takes paths apart in C
+            return
         of_file = isinstance(getattr(function, "__self__", None), io.IOBase)
         if of_file or getattr(function, "__module__", None) in ("posix", "_io"):
             told(function.__name__)

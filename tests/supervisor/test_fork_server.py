@@ -151,6 +151,30 @@ def test_same_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.server.notes() == []
 
 
+# A native thread, as TensorFlow's and OpenBLAS' are: Python does not know of it.
+NATIVE_THREAD = """
+import ctypes
+libc = ctypes.CDLL(None)
+assert libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None) == 0
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python does not warn about forks")
+def test_no_warning_of_threads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 warns about a fork in a process with threads, native ones included. The server
+    forks without that warning; a fork in a script still causes it."""
+    monkeypatch.setattr(f"{__name__}.HEAVY", HEAVY + NATIVE_THREAD)
+    monkeypatch.setenv("PYTHONWARNINGS", "always::DeprecationWarning")
+    made = make()
+    assert made.run("import heavy") == (0, "heavy starts\n", True)
+    assert made.server._server is not None
+    file = made.server._server._output
+    assert os.pread(file.fileno(), 1000, 0) == b""
+    code, printed, is_forked = made.run(f"{NATIVE_THREAD}\nimport os\nos.fork() or os._exit(0)")
+    assert (code, is_forked) == (0, True)
+    assert "DeprecationWarning: This process" in printed
+
+
 TRACEBACK = """Traceback (most recent call last):
   File "TRAIN", line 1, in <module>
     1 / 0

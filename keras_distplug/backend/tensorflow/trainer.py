@@ -52,6 +52,7 @@ from keras_distplug.backend.tensorflow.replicas import (
     replica_state,
     steps,
 )
+from keras_distplug.backend.tensorflow.replicas.retraces import Retraces
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
 from keras_distplug.backend.tensorflow.runtime import private_names, progress_bars
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, is_marked, mark
@@ -71,6 +72,7 @@ from keras_distplug.core.errors import ModelError
 _UPSTREAM = Upstream(
     keras="3.10 to 3.15", tensorflow="2.18 to 2.21", issue="keras-team/keras#20585"
 )
+_CONVERTER = "_autoconvert_optionals"  # of Keras 3.11 and newer
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ def adapt(model: keras.Model) -> keras.Model:
         scheduled.adapt(model)
     elif not has_several_replicas(model.distribute_strategy):
         _adapt_optimizers(model)
+        if hasattr(model, _CONVERTER):
+            _UPSTREAM.patch(model, _CONVERTER, Retraces.of(model).converter(model))
     else:
         collectives.separate(model.distribute_strategy)
         logged = logs.Logged()
@@ -182,13 +186,15 @@ def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
             for each in ("train", "test"):  # `compile` drops both
                 if each == part or getattr(model, f"{each}_function") is None:
                     Touched.of(model).forget(f"{each}_step")
+                    Retraces.of(model).forget(f"{each}_step")
             if is_scheduled(model.distribute_strategy):
                 pass
             elif has_several_replicas(model.distribute_strategy):
                 _build_again(model)
             else:
                 _adapt_optimizers(model)
-        return stock(force)
+        with Retraces.of(model).making(f"{part}_step"):
+            return stock(force)
 
     return make_function
 

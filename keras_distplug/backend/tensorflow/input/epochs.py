@@ -155,6 +155,12 @@ class Loop:
         signature = adapter._output_signature
         return adapter.py_dataset, adapter.shuffle, adapter.class_weight, signature
 
+    @property
+    def epochs_ended(self) -> int | None:
+        """How many epochs of data have ended, if Keras (since 3.16) draws orders from that."""
+        ended: int | None = getattr(self.adapter, "_epoch", None)
+        return ended
+
     def release(self) -> None:
         """Frees the dataset that Keras has made from the data, before an equal one is made."""
         self._epochs._distributed_dataset = None

@@ -25,6 +25,8 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 
+from keras_distplug.backend.tensorflow.runtime import private_names
+
 # The Python function behind such an op lives in this process's registry, not in the graph.
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
@@ -106,7 +108,7 @@ def _worked(batches: keras.utils.PyDataset) -> Generator[Any, None, None]:
         yield from (batches[number] for number in count())
         return
     enqueuer = OrderedEnqueuer(batches, workers, processes, batches.max_queue_size)
-    enqueuer.start()
+    private_names.start(enqueuer)  # its order is that of `batches`
     try:
         yield from enqueuer.get()
     finally:

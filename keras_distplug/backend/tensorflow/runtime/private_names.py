@@ -1,11 +1,13 @@
 """Private names of Keras that were moved between versions. They are looked up only here.
 
-Keras 3.10 to 3.15, and the nightly builds of 3.16 (no known upstream issue covers the moves). If a
-name is in none of its known places, a `VersionError` is raised.
+Keras 3.10 to 3.15, and the nightly builds of 3.16, which moves them for pluggable backends
+(keras-team/keras#23397, keras-team/keras#23642). If a name is in none of its known places, a
+`VersionError` is raised.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from keras.src import backend
@@ -34,3 +36,9 @@ Trainer = _first((trainer, "TensorFlowTrainer"), (trainer, "Trainer"))
 # The module with `conv` and similar functions, which layers and `keras.ops` call.
 nn = _first((backend, "nn"), (backend, "ops.nn"))
 get_keras_mask = _first((backend, "get_keras_mask"), (masking, "get_keras_mask"))
+
+
+def start(enqueuer: Any) -> None:
+    """Starts an `OrderedEnqueuer`, to which Keras 3.16 gives the epoch that orders follow from."""
+    has_epoch = "epoch" in inspect.signature(enqueuer.start).parameters
+    enqueuer.start(**({"epoch": 0} if has_epoch else {}))
