@@ -41,7 +41,10 @@ from keras_distplug.storage.ownership import Ownership
 from keras_distplug.storage.sealed import digest_of, unwritable
 from keras_distplug.storage.store import CheckpointStore
 
-_PACKAGES = ("keras-distplug", "keras", "tensorflow", "tensorflow-cpu")
+_PACKAGES = (
+    *("keras-distplug", "keras", "keras-nightly"),
+    *("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),
+)
 _ALL_WRITE = 64  # workers, each of which writes a share, however small it is
 _SHARE_BYTES = 4 * 2**20  # of more workers not so many write that shares get smaller than this
 _FAILURES = (OSError, CheckpointError, AgreementError)

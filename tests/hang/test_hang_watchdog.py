@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pdb
+import re
 import subprocess
 import sys
 import threading
@@ -90,7 +91,9 @@ def test_input(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> N
     """An input that does not come is told, with the stacks, once."""
     fit(watchdog(step_secs=LIMIT_S), Slow(hang))
     printed = capfd.readouterr().err
-    assert printed.count("training hangs: worker-0 is in batch 4 of epoch 2, whose input") == 1
+    # Keras 3.16 draws the input before the step, so that the wait for it can be seen.
+    does = r"(is|waits for its input) in batch 4 of epoch 2, whose input"
+    assert len(re.findall(f"training hangs: worker-0 {does}", printed)) == 1
     assert "made by test_hang_watchdog.py:" in printed
     assert "Thread 'MainThread'" in printed
 

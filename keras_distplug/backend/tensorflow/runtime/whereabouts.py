@@ -31,7 +31,7 @@ class Whereabouts:
         line: Of the user's code that it runs, within `fit`, if any: `"train.py:31 in load"`.
         input_line: The same of a thread that makes input.
         awaits: Whether it waits for input, or for other workers outside of a step, if it can be
-            seen: steps that draw their input by themselves, as Keras' own do, hide that.
+            seen: steps that draw their input by themselves, as Keras' do before 3.16, hide that.
     """
 
     line: str | None
