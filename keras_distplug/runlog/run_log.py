@@ -13,14 +13,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from types import TracebackType
 from typing import Any
 
 import keras
 
+from keras_distplug import __version__
 from keras_distplug.backend.tensorflow import trainer
-from keras_distplug.backend.tensorflow.runtime import callback_list
+from keras_distplug.backend.tensorflow.runtime import callback_list, versions
 from keras_distplug.callbacks.run_keeper import keeper_among
 from keras_distplug.callbacks.watchdog import Watchdog
 from keras_distplug.cluster import agreement
@@ -50,7 +50,6 @@ from keras_distplug.trackers.outbox import require_trackers
 from keras_distplug.trackers.tracker import Tracker
 
 _LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
-_PACKAGES = ("keras_distplug", "keras", "tensorflow")
 
 
 class RunLog(Watchdog):
@@ -488,8 +487,8 @@ def _begun_s() -> float:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+    found = {"keras_distplug": __version__}
+    for name in ("keras", "tensorflow"):
+        if (installation := versions.find(name)) is not None:  # of any distribution
+            found[name] = installation.version
     return found

@@ -42,7 +42,10 @@ from keras_distplug.storage.parallel import bounded_parallel_map
 from keras_distplug.storage.sealed import digest_of, find_unserializable
 from keras_distplug.storage.store import CheckpointStore
 
-_PACKAGES = ("keras-distplug", "keras", "tensorflow", "tensorflow-cpu")
+_PACKAGES = (
+    *("keras-distplug", "keras", "keras-nightly"),
+    *("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),
+)
 _ALL_WRITE = 64  # up to this many workers all write a share, however small
 _SHARE_BYTES = 4 * 2**20  # with more workers, the number of writers keeps shares at least this big
 _FAILURES = (OSError, CheckpointError, AgreementError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pdb
+import re
 import subprocess
 import sys
 import threading
@@ -90,7 +91,9 @@ def test_input(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> N
     """A blocked input is reported, with the stacks, once."""
     fit(watchdog(step_secs=LIMIT_S), Slow(hang))
     printed = capfd.readouterr().err
-    assert printed.count("training hangs: worker-0 is in batch 4 of epoch 2, with its input") == 1
+    # Keras 3.16 fetches the input before the step, so the wait for it is visible.
+    does = r"(is|waits for its input) in batch 4 of epoch 2, with its input"
+    assert len(re.findall(f"training hangs: worker-0 {does}", printed)) == 1
     assert "produced at test_hang_watchdog.py:" in printed
     assert "Thread 'MainThread'" in printed
 

@@ -32,8 +32,8 @@ class Whereabouts:
             None if it runs none.
         input_line: The line of user code in a thread that produces input; None if there is none.
         awaits: `"input"` if it waits for input, `"others"` if it waits for other workers outside a
-            step; None if neither is visible. Steps that fetch their own input, as Keras' do, hide
-            that they wait for it.
+            step; None if neither is visible. Steps that fetch their own input, as Keras' do before
+            3.16, hide that they wait for it.
     """
 
     line: str | None
