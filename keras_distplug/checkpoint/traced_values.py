@@ -2,7 +2,7 @@
 
 `self.model.beta = 0.5` in a callback has no effect on a step that was already traced: it computes
 with the earlier value. So must the same step when a resumed run traces it again. If Keras traces a
-step for several batch sizes, every trace has the values of its own time.
+step for several batch sizes, every trace uses the values at its time.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Began(Event):
         resumes: True (the default) if checkpoints are saved, so that a later `fit` continues the
             run; False if every `fit` is a separate training.
         reached_before: The exact step at which the previous attempt of the run ended. Defaults to
-            `None`: only its log says how far it came.
+            `None`: only its log tells its last step.
     """
 
     session: str

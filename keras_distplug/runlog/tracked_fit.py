@@ -41,7 +41,7 @@ class TrackedFit:
     def __init__(
         self, trackers: Sequence[Tracker], files: Files, folder: str, began: Began
     ) -> None:
-        # A `fit` that nothing resumes is a training of its own.
+        # A `fit` that nothing resumes is a separate training.
         place = f"{folder}/{_FOLDER}" if began.resumes else f"{folder}/{_FOLDER}/{began.session}"
         name = "/".join(PurePosixPath(files.where(folder)).parts[-3:-1])
         self._outboxes = [

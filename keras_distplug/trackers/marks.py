@@ -1,4 +1,4 @@
-"""What has to survive a kill so that the next attempt continues a tracker's run.
+"""State that survives a kill, so that the next attempt continues a tracker's run.
 
 <directory>/run-0001/log/trackers/wandb/
   3f0c...9a1b.key     the key of the tracker's run

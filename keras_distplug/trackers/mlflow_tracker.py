@@ -54,7 +54,7 @@ class MlflowTracker:
         tracking_uri: Defaults to `mlflow.set_tracking_uri`'s, or `MLFLOW_TRACKING_URI`.
         run_id: A run that the script has opened, the same one in all attempts, for example for
             MLflow's own Keras callback. Its status is left to the script, and all metrics have the
-            prefix `distplug/`. Defaults to a run of its own.
+            prefix `distplug/`. Defaults to a separate run.
         run_name: Defaults to the folder's name.
         tags: A dict of tags for a new run.
 

@@ -1,4 +1,4 @@
-"""What waits to be sent to a tracker, and the thread that sends it."""
+"""The queue of points for a tracker, and the thread that sends it."""
 
 from __future__ import annotations
 

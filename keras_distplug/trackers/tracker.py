@@ -127,6 +127,9 @@ class Tracker(Protocol):
     def open(self, run: TrackedRun) -> Mark | None:
         """Creates the tracker's run, or resumes the one with this key. Called once per attempt.
 
+        Args:
+            run: The training that the tracker records.
+
         Returns:
             How much the tracker's run has, `Mark()` for an empty run, or None if the tracker cannot
             know. With None, `RunLog` notes every point in the folder of the training before the
@@ -135,16 +138,29 @@ class Tracker(Protocol):
         ...
 
     def log(self, point: Point) -> None:
-        """Records metrics. Steps never decrease, and no metric comes twice for a step, over all
-        attempts."""
+        """Records metrics.
+
+        Over all attempts, steps never decrease, and no metric comes twice for a step.
+
+        Args:
+            point: The metrics of one step.
+        """
         ...
 
     def alert(self, incident: Incident) -> None:
-        """Records an incident."""
+        """Records an incident.
+
+        Args:
+            incident: The incident, to be shown to people.
+        """
         ...
 
     def close(self, outcome: Outcome) -> None:
-        """Ends this attempt. The process may end a few seconds later."""
+        """Ends this attempt. The process may end a few seconds later.
+
+        Args:
+            outcome: How the attempt ended.
+        """
         ...
 
 

@@ -57,7 +57,7 @@ class WandbTracker:
         run: A run that the script has opened with `wandb.init(id=..., resume="allow")`, for
             example for W&B's own Keras callback. The script ends it. All metrics then have the
             prefix `distplug/`, and are logged over the metric `distplug/step` instead of W&B's own
-            step. Defaults to a run of its own, which leaves `wandb.run` alone.
+            step. Defaults to a separate run, which leaves `wandb.run` alone.
         settings: A dict of `wandb.Settings` that take the place of ours: `console="off"`, and in
             seconds `init_timeout=20`, `finish_timeout=10` and
             `x_transaction_log_flush_interval=1`.

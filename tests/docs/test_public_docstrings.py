@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import inspect
 import re
@@ -58,8 +59,8 @@ def sections(text: str) -> dict[str, str]:
 
 
 def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
-    if getattr(found, "_is_protocol", False):
-        return []  # nothing creates it
+    if getattr(found, "_is_protocol", False) or isinstance(found, enum.EnumMeta):
+        return []  # users create no instance with arguments
     parameters = inspect.signature(found).parameters.values()
     return [each for each in parameters if each.name not in ("self", "cls")]
 

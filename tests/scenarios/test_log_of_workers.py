@@ -28,6 +28,7 @@ from keras_distplug.core.events import Entry
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals, log_files
 from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.runlog.last_attempt import Before
 from keras_distplug.storage.files import open_files
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -89,7 +90,8 @@ def test_attempts(job: Job) -> None:
     assert (second.end, second.lost_steps) == ("finished", 0)
     # The terminal says the same, with exact numbers.
     assert (first.number, second.number) == (1, 2)
-    assert f"(attempt 2; {first.lost_steps} steps since that checkpoint were lost)" in job.output
+    lost = Before(1, first.last_step, has_told_all=True).loss(second.first_step)
+    assert f"(attempt 2; {lost})" in job.output
 
 
 def test_time_of_the_whole_job(job: Job) -> None:

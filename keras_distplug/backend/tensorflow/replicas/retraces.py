@@ -111,7 +111,7 @@ class Retraces:
             touched.stored[name] = request.values
             function.get_concrete_function(specs)
             self._note(request, name, touched)
-        touched.stored.pop(name, None)  # later traces have the values of their own time
+        touched.stored.pop(name, None)  # later traces use the values at their time
 
     def _note(self, request: Request, name: str, touched: Touched) -> None:
         values = touched.at_trace.get(name, {})
