@@ -650,7 +650,7 @@ def test_store_that_fails(
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        (lambda folder: [kd.RunLog()], "give it `log_dir`, or add a keras_distplug.BackupAndRestore"),
+        (lambda folder: [kd.RunLog()], "give it `log_dir`, or add a keras_distplug"),
         (
             lambda folder: [kd.RunLog(), kd.BackupAndRestore(folder)],
             "Give RunLog a `log_dir`, or BackupAndRestore delete_checkpoint=False",
