@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import os
@@ -386,8 +385,8 @@ class _Writes:
                 Category.SYNC: report.sync_total_s or 0.0,
             }
             secs = split(secs, Category.STEP, waits_s)
-        window = _window(self.step, steps, self.epoch, secs, report)
-        self._write(self._now(), dataclasses.replace(window, loss=self._loss if steps else None))
+        loss = self._loss if steps else None
+        self._write(self._now(), _window(self.step, steps, self.epoch, secs, report, loss))
 
     def close_if_over(self) -> None:
         """Closes the log if an error has ended its `fit`."""
@@ -432,11 +431,16 @@ class _Writes:
 
 
 def _window(
-    step: int, steps: int, epoch: int, secs: Mapping[Category, float], report: StepReport | None
+    step: int,
+    steps: int,
+    epoch: int,
+    secs: Mapping[Category, float],
+    report: StepReport | None,
+    loss: float | None,
 ) -> Window:
     spent = {str(category): round(each_s, 6) for category, each_s in secs.items() if each_s}
     if report is None:
-        return Window(step, steps, epoch, spent)
+        return Window(step, steps, epoch, spent, loss=loss)
     return Window(
         step,
         steps,
@@ -446,6 +450,7 @@ def _window(
         report.input_s,
         report.memory_bytes,
         tuple(OfReplica(each.replica, each.compute_s, each.sync_s) for each in report.replicas),
+        loss,
     )
 
 

@@ -30,7 +30,7 @@ from support.curves import curves_in, texts_in  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.core import events, reporting  # noqa: E402
-from keras_distplug.core.event_lines import to_line  # noqa: E402
+from keras_distplug.core.event_lines import from_line, to_line  # noqa: E402
 from keras_distplug.core.events import Event, Window  # noqa: E402
 from keras_distplug.core.ledger import Category  # noqa: E402
 from keras_distplug.replicas.stragglers import Straggler  # noqa: E402
@@ -88,6 +88,10 @@ def test_defaults(tmp_path: Path) -> None:
     began = found.began
     assert (began.rank, began.workers, began.replicas, began.epochs, began.step) == (0, 1, 1, 3, 0)
     assert began.versions["keras"] == keras.__version__
+    assert began.steps_per_epoch == 4
+    losses = [window.loss for window in of_kind(found, events.Window) if window.steps]
+    assert losses
+    assert all(isinstance(loss, float) and loss > 0 for loss in losses)
     epochs = of_kind(found, events.EpochEnded)
     assert [(each.epoch, each.step) for each in epochs] == [(0, 4), (1, 8), (2, 12)]
     assert set(epochs[0].logs) == {"loss", "mae", "val_loss", "val_mae"}
@@ -569,13 +573,13 @@ def test_error_that_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a callback takes its time, it is told that the process is there; behind an error that
-    has ended `fit`, it is not."""
+    """During a slow callback, heartbeats say that the process is alive, and how far training is;
+    after an error that has ended `fit`, there are none."""
     monkeypatch.setattr(log_files, "_BEAT_SECS", 0.02)
     beats = tmp_path / "log"
 
     def count() -> int:
-        return sum(path.read_bytes().count(b'"event":"beat"') for path in beats.glob("*.jsonl"))
+        return sum(path.read_bytes().count(b'"doing":"other"') for path in beats.glob("*.jsonl"))
 
     class Waits(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -588,6 +592,13 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes = callbacks[0]._writes
     assert writes is not None
     assert writes.beat() is None
+    [path] = beats.glob("*.jsonl")
+    *_, last = [line for line in path.read_bytes().splitlines() if b'"event":"beat"' in line]
+    entry = from_line(last)
+    assert entry is not None
+    assert isinstance(entry.event, events.Beat)
+    assert (entry.event.step, entry.event.doing) == (4, "other")
+    assert 0 <= (entry.event.idle_s or 0) < 60
 
 
 def test_in_a_store() -> None:
@@ -639,7 +650,7 @@ def test_store_that_fails(
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        (lambda folder: [kd.RunLog()], "give it `log_dir`, or a keras_distplug.BackupAndRestore"),
+        (lambda folder: [kd.RunLog()], "give it `log_dir`, or add a keras_distplug"),
         (
             lambda folder: [kd.RunLog(), kd.BackupAndRestore(folder)],
             "Give RunLog a `log_dir`, or BackupAndRestore delete_checkpoint=False",
