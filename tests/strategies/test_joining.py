@@ -51,7 +51,7 @@ def test_in_force(joined: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time-out that cannot be is refused, by argument and by environment, on one device, too."""
-    with pytest.raises(ConfigurationError, match="heartbeat time-out"):
+    with pytest.raises(ConfigurationError, match="heartbeat timeout"):
         startup.init(heartbeat_timeout_secs=0.1)
     monkeypatch.setenv(COLLECTIVE, "soon")
     with pytest.raises(ConfigurationError, match=COLLECTIVE):
