@@ -127,7 +127,7 @@ class Process:
             return self._handle.wait(timeout_s)
         except subprocess.TimeoutExpired:
             last = self.output()[-5000:]
-            raise AssertionError(f"not ended after {timeout_s:g} s:\n{last}") from None
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{last}") from None
 
     def output(self) -> str:
         """Returns its output."""

@@ -55,7 +55,7 @@ class Watched:
         """Waits for a condition other than its output."""
         end_s = time.monotonic() + timeout_s
         while not happens():
-            assert not self._is_over, f"it has ended:\n{self._text}"
+            assert not self._is_over, f"it has exited:\n{self._text}"
             assert time.monotonic() < end_s, f"nothing has happened:\n{self._text}"
             time.sleep(0.05)
 
