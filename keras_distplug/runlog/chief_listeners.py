@@ -1,4 +1,4 @@
-"""Who hears what the chief of a `fit` reports, besides the log: TensorBoard's curves, trackers."""
+"""The listeners to a chief's events other than the log: TensorBoard's curves and trackers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from keras_distplug.trackers.tracker import Tracker
 def chief_listeners(
     files: Files, folder: str, began: Began, begins_at: float, trackers: Sequence[Tracker]
 ) -> list[GoodputCurves | TrackedFit]:
-    """Returns them, to be closed in this order.
+    """Returns the listeners, to be closed in this order.
 
     Args:
         files: The directory of the run.
-        folder: That of the log, in there.
-        began: How the `fit` began.
-        begins_at: When its process did, in seconds since 1970.
-        trackers: The user's.
+        folder: The folder of the log, in that directory.
+        began: The first event of the `fit`.
+        begins_at: The start of its process, in seconds since 1970.
+        trackers: The user's trackers.
     """
     tracked = TrackedFit(trackers, files, folder, began) if trackers else None
 

@@ -32,10 +32,10 @@ class TrackedFit:
     """Turns what the chief of one `fit` reports into points and incidents.
 
     Args:
-        trackers: Who receives them.
+        trackers: The trackers that receive them.
         files: The directory of the run.
-        folder: That of the run's log, in there.
-        began: How this `fit` began.
+        folder: The folder of the run's log, in that directory.
+        began: The first event of this `fit`.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ class ReplicaReport:
         sync_s: The time from there to the sum of all replicas' gradients, in seconds: waiting for
             the others and for the reduction. None if unknown.
         samples: The number of samples in its part of the batch; None if not requested.
-        loss: The mean loss of the replica's samples; None if not requested, or if the step does not use
-            `compute_loss`.
+        loss: The mean loss of the replica's samples; None if not requested, or if the step does not
+            use `compute_loss`.
         gradient_norm: The norm of the gradients of the replica's samples; None if not requested.
         fingerprints: The fingerprint of its part of every batch; empty if not requested.
     """

@@ -82,7 +82,8 @@ def prose_in_code(text: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         # Messages have several words; names, tags and keys have one.
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, " ".join(node.value.split())
+            without_names = re.sub(r"(?m)^ +\w+: ", "", node.value)  # of arguments
+            yield node.lineno, " ".join(without_names.split())
     comments: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -49,15 +49,9 @@ def test_in_force(joined: object, monkeypatch: pytest.MonkeyPatch) -> None:
         assert startup.init() is joined
 
 
-<<<<<<< HEAD
 def test_invalid_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid timeout is refused, as an argument and in the environment, also on one device."""
-    with pytest.raises(ConfigurationError, match="heartbeat time-out"):
-=======
-def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time-out that cannot be is refused, by argument and by environment, on one device, too."""
     with pytest.raises(ConfigurationError, match="heartbeat timeout"):
->>>>>>> hP4
         startup.init(heartbeat_timeout_secs=0.1)
     monkeypatch.setenv(COLLECTIVE, "soon")
     with pytest.raises(ConfigurationError, match=COLLECTIVE):
