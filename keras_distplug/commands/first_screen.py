@@ -28,7 +28,7 @@ def nothing(where: str) -> Drawn:
     return Drawn(_text(f"○ UNKNOWN  there is no log in {where} yet", "dim"))
 
 
-def screen(where: str, name: str, run: Judged, now: float) -> Drawn:
+def screen(where: str, name: str, run: Judged, now: float, problem: str = "") -> Drawn:
     """Draws a run.
 
     Args:
@@ -36,6 +36,7 @@ def screen(where: str, name: str, run: Judged, now: float) -> Drawn:
         name: The name of the run's folder.
         run: What is known about the run.
         now: Seconds since 1970.
+        problem: Why the log could not be read since. Defaults to `""`: it could.
     """
     verdict = run.verdict
     style = STYLES[verdict.level]
@@ -53,7 +54,7 @@ def screen(where: str, name: str, run: Judged, now: float) -> Drawn:
     return Drawn(
         banner,
         place,
-        Text(""),
+        _text(problem, "red"),
         _pairs(_numbers(run)),
         Text(""),
         _pairs(_answers(run, now)),

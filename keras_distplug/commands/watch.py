@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import ConsoleRenderable
 from rich.live import Live
 
 from keras_distplug.commands import first_screen, locations, tables
-from keras_distplug.core.errors import ConfigurationError, NoCheckpointError
+from keras_distplug.core.errors import CheckpointError, ConfigurationError, NoCheckpointError
 from keras_distplug.runlog import log_files
 from keras_distplug.runlog.run_place import delay_secs, place_of
 from keras_distplug.runlog.run_state import State
@@ -52,11 +52,11 @@ def run(parsed: argparse.Namespace) -> int:
         pause_s = max(pause_s, _LEAST_STORE_SECS)
     ends_s = math.inf if parsed.timeout is None else time.monotonic() + parsed.timeout
     watched = _Watched(files, location.run, waits=parsed.timeout is not None)
-    seen = None
+    seen: _Seen | None = None
     try:
         with _screen(is_silent=parsed.json) as draw:
             while True:
-                seen = watched.look(time.time())
+                seen = _look(watched, seen)
                 draw(seen)
                 left_s = ends_s - time.monotonic()
                 if parsed.once or left_s <= 0 or _is_over(seen, parsed.until):
@@ -79,16 +79,31 @@ class _Seen:
         where: The directory.
         name: The name of the run's folder.
         judged: What is known of it; None if there is no log yet.
+        problem: Why it could not be read since; "" if it could.
     """
 
     at: float
     where: str
     name: str = ""
     judged: Judged | None = None
+    problem: str = ""
 
     @property
     def state(self) -> State:
         return State.UNKNOWN if self.judged is None else self.judged.verdict.state
+
+
+def _look(watched: _Watched, before: _Seen | None) -> _Seen:
+    """Reads the run. Storage that fails for a while does not end the command."""
+    now = time.time()
+    try:
+        return watched.look(now)
+    except NoCheckpointError:
+        raise
+    except (CheckpointError, OSError) as error:
+        if before is None:
+            raise CheckpointError(f"The log cannot be read: {error}") from error
+        return replace(before, at=now, problem=f"The log cannot be read; retrying: {error}")
 
 
 def _has_come(seen: _Seen, condition: str | None) -> bool:
@@ -163,7 +178,7 @@ def _screen(*, is_silent: bool) -> Iterator[Callable[[_Seen], None]]:
 def _drawn(seen: _Seen) -> ConsoleRenderable:
     if seen.judged is None:
         return first_screen.nothing(seen.where)
-    return first_screen.screen(seen.where, seen.name, seen.judged, seen.at)
+    return first_screen.screen(seen.where, seen.name, seen.judged, seen.at, seen.problem)
 
 
 def _document(seen: _Seen) -> dict[str, object]:

@@ -95,7 +95,8 @@ function incident(group) {
   const replicas = group.replicas.length ? `, ${group.replicas.length > 1 ? "replicas" : "replica"} ${group.replicas.join(", ")}` : "";
   const title = element("strong", {}, `${group.title}${times(group)}${replicas}`);
   const over = isKnown(group.over_at) ? [" ", element("span", { class: "over" }, "over")] : [];
-  const place = isKnown(group.batch) ? `epoch ${group.epoch + 1}, batch ${group.batch + 1}; ` : "";
+  const isSaid = group.what.includes(`batch ${group.batch + 1}:`);
+  const place = isKnown(group.batch) && !isSaid ? `epoch ${group.epoch + 1}, batch ${group.batch + 1}; ` : "";
   const first = group.count > 1 ? [element("div", { class: "quiet" }, `first ${clockTime(group.first_at)}`)] : [];
   const what = element("div", { class: "quiet" }, `${place}${group.what}`);
   const advice = group.advice ? [element("div", {}, group.advice)] : [element("div", {}, "Nothing to do: it is over.")];

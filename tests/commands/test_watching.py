@@ -115,6 +115,31 @@ def test_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path), "--interval", "0"]) == 2
 
 
+def test_storage_that_fails_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command goes on with what it knows; it ends with an error if it knows nothing."""
+    times = iter([first_attempt(tmp_path) + after for after in (1, 2, 13, 61)])
+    clock = SimpleNamespace(
+        time=lambda: next(times), monotonic=time.monotonic, sleep=lambda secs: None
+    )
+    monkeypatch.setattr(watch, "time", clock)
+    look, asked = watch._Watched.look, []
+
+    def failing(watched: Any, now: float) -> Any:
+        asked.append(now)
+        if len(asked) == 2:
+            raise OSError(116, "Stale file handle")
+        return look(watched, now)
+
+    monkeypatch.setattr(watch._Watched, "look", failing)
+    assert main(["watch", str(tmp_path)]) == watch.CODES[State.DEAD]
+    asked[:] = [0.0]
+    monkeypatch.setattr(watch, "time", time)
+    assert main(["watch", str(tmp_path)]) == 1
+    assert "The log cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
+
+
 def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(runs), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

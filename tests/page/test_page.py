@@ -1,4 +1,4 @@
-"""The page in a browser: what it says is what happened, and it needs nothing from anywhere."""
+"""The page in a browser: it shows what happened, without external resources."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_headline(shown: Shown) -> None:
 
 
 def test_where_the_time_went(shown: Shown) -> None:
-    """In the legend, and for those who do not see the chart."""
+    """The legend and the accessible label have the shares."""
     assert "step 68.7 % (2 min 36 s)" in shown.legend
     assert "redone 2.0 % (4.5 s)" in shown.legend
     assert "recovery 2.2 % (5.0 s)" in shown.legend
@@ -63,7 +63,7 @@ def test_attempts(shown: Shown) -> None:
 
 
 def test_ranking(shown: Shown) -> None:
-    """The slow one stands first."""
+    """The slow replica is first."""
     _, first, *others = shown.tables["Replicas of the last attempt, slowest first"]
     assert first == ["2", "worker-2 on node-2", "140", "10", "10", "0.533", "compute"]
     assert len(others) == 3
@@ -93,7 +93,7 @@ def test_incidents(shown: Shown) -> None:
 
 
 def test_text_is_text(tmp_path: Path) -> None:
-    """What a run says is shown, and not run."""
+    """Texts of a run are shown, not executed."""
     evil = "</script><img src=x onerror=\"document.title='owned'\">"
     path = tmp_path / "report.html"
     fits, supervised, end = logged.fits(2, 10)
@@ -101,7 +101,7 @@ def test_text_is_text(tmp_path: Path) -> None:
     path.write_text(page.html(evil, runs, end))
     dom, console = browsed(path.as_uri(), tmp_path)
     assert console == ""
-    # The first is the page's own, and those behind it are of charts.
+    # The first title is the page's, the others belong to charts.
     title, *_ = re.findall(r"<title>(.*?)</title>", dom)
     assert title == evil.replace("<", "&lt;").replace(">", "&gt;")
     assert "<img" not in dom
@@ -109,7 +109,7 @@ def test_text_is_text(tmp_path: Path) -> None:
 
 
 def test_runs_side_by_side(tmp_path: Path) -> None:
-    """One row each, and all of the one that was heard of last."""
+    """Every run has a row; the one with the newest message is shown whole."""
     fits, supervised, end = logged.fits(2, 100)
     done = summary("a", fits, supervised, end, {1950: Looked("committed", True)})
     begun = summary("b", [only_begun(fits[0], end + 1)], [], end + 20)
@@ -136,7 +136,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_not_known(tmp_path: Path) -> None:
-    """Of how much time it is not known what was waited for."""
+    """The page says for how much time the waiting time is not known."""
     fits, supervised, end = logged.fits(2, 100)
     told = [
         dataclasses.replace(entry, event=dataclasses.replace(entry.event, input_s=None))
@@ -155,7 +155,7 @@ def test_not_known(tmp_path: Path) -> None:
 
 
 def only_begun(fit: Fit, begin: float) -> Fit:
-    """The same, of which nothing but its beginning is known."""
+    """Returns the same fit with its first event only."""
     return Fit(fit.began, (dataclasses.replace(fit.entries[0], at=begin),))
 
 
@@ -178,7 +178,7 @@ def test_what_would_need_something(text: str) -> None:
 
 
 def test_needs_nothing() -> None:
-    """Not a name of another machine, but that of SVG."""
+    """The only URL is the namespace of SVG."""
     fits, supervised, end = logged.fits(2, 10)
     runs = [summary("run-0001", fits, supervised, end)]
     for text in (page.html("runs", runs, end), page.module()):
@@ -187,7 +187,7 @@ def test_needs_nothing() -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`keras-distplug report` writes it; a file that is there stays, unless it is told."""
+    """`keras-distplug report` writes the page, and replaces a file only with `--overwrite`."""
     fits, supervised, _ = logged.fits(2, 10)
     folder = tmp_path / "runs" / "run-0001" / "log"
     folder.mkdir(parents=True)

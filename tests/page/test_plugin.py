@@ -1,4 +1,4 @@
-"""What TensorBoard asks for, and is given: the runs that are there, as they are now."""
+"""The plugin's answers to TensorBoard: the existing runs, as they are now."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def put(url: Any, run: str, workers: int = 2, windows: int = 10) -> None:
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_runs(kind: str, tmp_path: Path) -> None:
-    """Those of a directory, or of several in a folder, each by its way there."""
+    """Runs of one directory, or of several in a folder, are named by their paths."""
     root = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4().hex}"
     asked = plugin(logdir=root, logdir_spec="")
     assert not asked.is_active()
@@ -82,7 +82,7 @@ def test_runs(kind: str, tmp_path: Path) -> None:
 
 
 def test_news(tmp_path: Path) -> None:
-    """A line that comes while TensorBoard runs is there the next time; one under way is not."""
+    """A line that is written while TensorBoard runs is in the next answer once it is complete."""
     put(tmp_path, "run-0001", workers=1)
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
     [before] = shown(asked)
@@ -101,11 +101,11 @@ def test_news(tmp_path: Path) -> None:
 
 
 def test_chosen_run(tmp_path: Path) -> None:
-    """All of one run is sent for that one; of the others, what tells them from each other."""
+    """The details of one run are sent on request; of the others, only their headlines."""
     put(tmp_path, "a/run-0001")
     put(tmp_path, "b/run-0001", workers=4)
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
-    run = details(asked, "b/run-0001")  # though nobody has asked for all of them
+    run = details(asked, "b/run-0001")  # before the list of all runs was requested
     assert len(run["ranking"]) == 4
     first, second = shown(asked)
     assert second == {key: run[key] for key in second}
@@ -115,7 +115,7 @@ def test_chosen_run(tmp_path: Path) -> None:
 
 
 def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
-    """But the time is, for a browser's clock may be another one."""
+    """Only the server's time is sent, because the browser's clock may differ."""
     put(tmp_path, "run-0001")
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
     fits, _, _ = logged.fits(1, 20)
@@ -137,7 +137,7 @@ def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
 
 
 def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that are over cost no more than a look at their files."""
+    """Runs without news cost no more than listing their files."""
     put(tmp_path, "run-0001")
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
     before = shown(asked), details(asked, "run-0001")
@@ -150,18 +150,18 @@ def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.M
     assert (shown(asked), details(asked, "run-0001")) == before
     now = time.time()
     monkeypatch.setattr(plugin_module, "time", SimpleNamespace(time=lambda: now + 9e9))
-    [run] = shown(asked)  # which proves that it would have been told
+    [run] = shown(asked)  # which proves that a failure would be shown
     assert run["error"] == "AssertionError: made anew"
 
 
 def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is shown as what it is, and hides none of those beside it."""
+    """It is shown with its error, and hides no other folder."""
     for folder in ("a", "m", "z"):
         put(tmp_path, f"{folder}/run-0001")
     listed = LocalFiles.names
 
     def names(self: LocalFiles, folder: str = "") -> list[str]:
-        # Root, which tests may be run by, is refused nothing.
+        # Tests may run as root, for whom permissions do not apply.
         if folder == "m":
             raise PermissionError(13, "Permission denied", folder)
         return listed(self, folder)
@@ -176,7 +176,7 @@ def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class Counted:
-    """Files in a store, and what was asked of it."""
+    """Files in a store, with a record of the requests."""
 
     def __init__(self, files: Any, asked: list[str]) -> None:
         self._files, self._asked = files, asked
@@ -188,7 +188,7 @@ class Counted:
 
 
 def test_requests_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refresh without news lists the log's folder, and asks for nothing more."""
+    """A refresh without news only lists the log's folder."""
     root = f"memory://{uuid.uuid4().hex}"
     asked: list[str] = []
     monkeypatch.setattr(log_files, "open_files", lambda url: Counted(open_files(url), asked))
@@ -205,7 +205,7 @@ def test_requests_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fitted(where: Path, *more: Any) -> None:
-    """A short training, with checkpoints at its epochs' ends."""
+    """Trains briefly, with checkpoints at the end of every epoch."""
     callbacks = [*more, *kd.defaults(where)]
     small.model().fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
     log_files._close_all()
@@ -220,7 +220,7 @@ def checkpoints_of(folder: Path) -> list[tuple[str, str | None]]:
 
 @pytest.mark.tf
 def test_states_of_checkpoints(tmp_path: Path) -> None:
-    """The same from wherever TensorBoard looks; a file that is cut short is no checkpoint's."""
+    """They do not depend on the folder that TensorBoard is given; a truncated file is damage."""
     fitted(tmp_path / "mnist")
     run = tmp_path / "mnist" / "run-0001"
     seen = [checkpoints_of(folder) for folder in (tmp_path, tmp_path / "mnist", run)]
@@ -242,7 +242,7 @@ def test_states_of_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.tf
 def test_log_apart_from_checkpoints(tmp_path: Path) -> None:
-    """Nobody can look at them from there: what the log says of them is not verified."""
+    """They are not visible from there, so none is verified."""
     fitted(tmp_path / "run", kd.RunLog(tmp_path / "logs"))
     rows = checkpoints_of(tmp_path / "logs")
     assert rows
@@ -250,14 +250,14 @@ def test_log_apart_from_checkpoints(tmp_path: Path) -> None:
 
 
 def test_module() -> None:
-    """One file, that has all it needs, and the name by which TensorBoard calls it."""
+    """It is one file, with the name that TensorBoard calls."""
     response = get(plugin(logdir="", logdir_spec=""), "/index.js")
     assert response.mimetype == "text/javascript"
     assert "as render" in response.get_data(as_text=True)
 
 
 def test_folder_that_is_none(tmp_path: Path) -> None:
-    """It may come to be there."""
+    """It may be created later."""
     asked = plugin(logdir=str(tmp_path / "later"), logdir_spec="")
     assert not asked.is_active()
     assert shown(asked) == []
@@ -266,7 +266,7 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
 
 
 def test_run_that_cannot_be_read(tmp_path: Path) -> None:
-    """It is shown with what is wrong with it, and the others as they are."""
+    """It is shown with its error, and the others are not affected."""
     for run in ("run-0001", "run-0002", "run-0003"):
         put(tmp_path, run)
     log = tmp_path / "run-0002" / "log"
@@ -281,7 +281,7 @@ def test_run_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """What is skipped of a run is named, once, beside what is read of it."""
+    """Skipped files and lines are named once, next to the rest of the run."""
     put(tmp_path, "run-0001")
     log = tmp_path / "run-0001" / "log"
     (log / "worker-9.jsonl").mkdir()

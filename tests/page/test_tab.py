@@ -1,4 +1,4 @@
-"""The tab as somebody uses it: who is chosen stays chosen, and what is shown is up to date."""
+"""The tab in use: choices are kept, and the page is up to date."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ START = 'import * as tab from "./index.js"; tab.render();'
 
 
 class Site:
-    """What TensorBoard serves, and ways to change what it tells."""
+    """What TensorBoard serves, with ways to change the runs."""
 
     def __init__(self, folder: Path) -> None:
         fits, supervised, end = logged.fits(4, 100)
-        self.now = end + 1000  # whoever is not heard of any more is so later, too
+        self.now = end + 1000  # a dead run stays dead later
         self.log = folder / "a" / "log" / "0.jsonl"
         *before, self.news = fits[0].entries[:90]
         others = [b"".join(map(to_line, fit.entries)) for fit in fits[2::2]]
@@ -70,7 +70,7 @@ class Site:
             return self._apps[path]
         if path in self._texts:
             driver = '<script src="driver.js"></script>' * (path == "/")
-            # With the policy that TensorBoard has for its pages.
+            # With the content security policy of TensorBoard's pages.
             return http_util.Respond(request, self._texts[path] + driver, "text/html")
         if path in self._scripts:
             return http_util.Respond(request, self._scripts[path], "text/javascript")
@@ -103,18 +103,18 @@ def test_used(site: tuple[str, Site], tmp_path: Path) -> None:
     assert found is not None, f"it waits for ever; {console}"
     said = json.loads(html.unescape(found[1]))
     assert "error" not in said, said
-    # The one that was heard of last is shown, and no more was asked for than that.
+    # The run with the newest message is shown, and only that one is requested.
     assert said["first"]["rows"] == 2
     assert said["first"]["pressed"] == ["run b", "zoom all", "heat compute"]
     assert said["asked"] == ["/index.js", "/runs", "/run?name=b"]
     assert said["chosen"]["pressed"] == ["run a", "zoom all", "heat input"]
     assert said["chosen"]["chart"].startswith("input of every replica")
-    # Who goes through the page by keyboard stays where they are when there is news.
+    # The keyboard focus stays where it is when there is news.
     assert said["news"]["pressed"] == ["run a", "zoom all", "heat input"]
     assert said["news"]["focused"] == "heat input"
     assert int(said["news"]["step"]) > int(said["chosen"]["step"])
     assert said["shift"] < 0.01
-    # Time goes on without news, and nothing is drawn anew for it.
+    # Ages grow without news, and nothing is drawn again for that.
     assert said["later"]["mark"] == "the same"
     assert all("1 h " in age for age in said["later"]["ages"])
     assert "1 h " in said["later"]["card"]
