@@ -24,7 +24,8 @@ KILLS = 3
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     """With both trackers, and without a server."""
-    for module, package in (("wandb", "wandb"), ("mlflow", "mlflow-skinny")):
+    packages = {"wandb": "wandb", "mlflow": "mlflow-skinny", "alembic": "alembic", "pandas": "pandas"}
+    for module, package in packages.items():
         if not is_installed(module):
             missing(package, "Run pip install '.[test-trackers]'.")
     return environment(
