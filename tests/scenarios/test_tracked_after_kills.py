@@ -24,10 +24,9 @@ KILLS = 3
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     """With both trackers, and without a server."""
-    packages = {"wandb": "wandb", "mlflow": "mlflow-skinny", "alembic": "alembic", "pandas": "pandas"}
-    for module, package in packages.items():
+    for module in ("wandb", "mlflow", "alembic", "pandas"):
         if not is_installed(module):
-            missing(package, "Run pip install '.[test-trackers]'.")
+            missing(module, "Run pip install '.[test-trackers]'.")
     return environment(
         {
             "KERAS_HOME": str(tmp_path),
