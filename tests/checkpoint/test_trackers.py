@@ -87,6 +87,8 @@ def wandb_metrics(folder: Path) -> Callback:
 
 def mlflow_metrics(folder: Path) -> Callback:
     mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
+    for package in ("pandas", "alembic"):  # which mlflow-skinny does not bring
+        pytest.importorskip(package, reason=f"pip install {package}")
     from mlflow.keras import MlflowCallback
 
     mlflow.end_run()

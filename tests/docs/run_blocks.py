@@ -85,7 +85,8 @@ def run(name: str, blocks: Sequence[dict[str, Any]]) -> str | None:
     """What goes wrong; in a folder of its own, with its own names and random numbers."""
     environment = dict(os.environ)
     here: dict[str, Any] = {"__name__": "__main__"}
-    with tempfile.TemporaryDirectory() as folder:
+    # A tracker that was slow to start may still write there.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         before = os.getcwd()
         os.chdir(folder)
         try:

@@ -24,9 +24,9 @@ KILLS = 3
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     """With both trackers, and without a server."""
-    for module, package in (("wandb", "wandb"), ("mlflow", "mlflow-skinny")):
+    for module in ("wandb", "mlflow", "alembic", "pandas"):
         if not is_installed(module):
-            missing(package, "Run pip install '.[test-trackers]'.")
+            missing(module, "Run pip install '.[test-trackers]'.")
     return environment(
         {
             "KERAS_HOME": str(tmp_path),
@@ -120,14 +120,14 @@ def test_their_callbacks(env: dict[str, str], tmp_path: Path, started: list[Watc
     killed = start(env, tmp_path, started, "--epochs", "100000", "--callbacks")
     killed.await_(lambda: len(mlflow.steps("distplug/step")) > 2, TIMEOUT_S)
     killed.kill()
-    reached = max(mlflow.steps("val_loss"))
+    before = len(mlflow.steps("val_loss"))
     printed = finish(env, tmp_path, started, "--callbacks")
     assert "does not receive" not in printed
 
     assert len(mlflow.runs()) == 1
-    epochs = mlflow.steps("val_loss")  # of MlflowCallback
-    assert set(range(max(epochs) + 1)) == set(epochs)
-    assert max(epochs) > reached
+    epochs = mlflow.steps("val_loss")[before:]  # of MlflowCallback; a kill costs those it queued
+    assert epochs == list(range(epochs[0], epochs[-1] + 1))
+    assert epochs[0] > 0
     assert increases(mlflow.steps("distplug/step"))
     assert increases(mlflow.steps("distplug/val_loss"))
 
@@ -135,7 +135,7 @@ def test_their_callbacks(env: dict[str, str], tmp_path: Path, started: list[Watc
     assert len(files) == 2
     assert len({each.run_id for each in files}) == 1
     rows = [row for each in files for row in each.rows]
-    ours = [row["distplug/step"] for row in rows if "distplug/step" in row]
-    assert increases(ours)
+    windows = [row["distplug/step"] for row in rows if "distplug/steps_per_second" in row]
+    assert increases(windows)
     theirs = [row["epoch/epoch"] for row in files[1].rows if "epoch/epoch" in row]
-    assert theirs == list(range(theirs[0], max(epochs) + 1))
+    assert theirs == epochs
