@@ -18,7 +18,8 @@ tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `losses.py`,
 - Splitting a batch of a generator or PyDataset lets a step write into the user's arrays
   (`RebatchDatasetV2` of TensorFlow 2.21).
 - Data whose number of batches Keras does not know costs a step without data in each epoch, which
-  counts in `optimizer.iterations` and decays weights. On a single device, too.
+  counts in `optimizer.iterations` and decays weights. On a single device, too. Keras 3.16 looks for
+  a batch first.
 
 Overrides sit on the one model (and its optimizer, losses and variables) that was adapted, but for
 those of `steps.py`, which last as long as a step of such a model is traced or run.
