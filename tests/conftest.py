@@ -171,7 +171,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                     found[finding].append(f"{report.nodeid.partition('::')[2]}: {fault}")
     if not any(found.values()):
         return
-    versions = [f"{name} {_version(name)}" for name in ("tensorflow", "tensorflow-cpu", "keras")]
+    names = ("tensorflow", "tensorflow-cpu", "tf-nightly-cpu", "keras", "keras-nightly")
+    versions = [f"{name} {_version(name)}" for name in names]
     there = ", ".join(each for each in versions if not each.endswith(" "))
     terminalreporter.section(f"workarounds of upstream's faults, with {there}")
     for finding, faults in found.items():

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from support.cluster import run_workers
 
+from keras_distplug.backend.tensorflow.runtime import versions
+
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.cluster
 
@@ -36,6 +38,12 @@ def findings(case: str, workers: int) -> dict[str, Any]:
         if line.startswith("FOUND "):
             found |= json.loads(line.removeprefix("FOUND "))
     return found
+
+
+def is_keras_at_least(*version: int) -> bool:
+    installed = versions.find("keras")
+    assert installed is not None
+    return versions._release(installed.version) >= version
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +140,8 @@ def test_steps_per_execution(mirrored: dict[str, Any]) -> None:
 @pytest.mark.parametrize("finding", ["accumulation", "overwriting"])
 def test_conditional_updates(finding: str, mirrored: dict[str, Any]) -> None:
     """Variables are updated inside one replica's `tf.cond`."""
+    if finding == "overwriting" and not mirrored[finding] and is_keras_at_least(3, 16):
+        pytest.skip("this Keras overwrites weights with their averages outside of it")
     assert mirrored[finding][0] == "RuntimeError"
     assert "_backend_apply_gradients" in mirrored[finding]
 
@@ -173,7 +183,10 @@ def test_split_batch() -> None:
 
 def test_unknown_cardinality() -> None:
     """With unknown cardinality, there is a step without data, even on a single device."""
-    assert findings("alone", workers=1)["steps for 2 batches of unknown number"] == 3
+    steps = findings("alone", workers=1)["steps for 2 batches of unknown number"]
+    if steps == 2 and is_keras_at_least(3, 16):
+        pytest.skip("this Keras checks that there is a batch before a step")
+    assert steps == 3
 
 
 def test_empty_convolution(empty: dict[str, Any]) -> None:

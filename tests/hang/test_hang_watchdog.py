@@ -89,7 +89,7 @@ def watchdog(**limits: Any) -> kd.HangWatchdog:
 
 def test_input(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
     """A blocked input is reported, with the stacks, once."""
-    fit(watchdog(step_secs=LIMIT_S), Slow(hang))
+    fit(watchdog(step_secs=LIMIT_S), Slow(hang), shuffle=False)
     printed = capfd.readouterr().err
     # Keras 3.16 fetches the input before the step, so the wait for it is visible.
     does = r"(is|waits for its input) in batch 4 of epoch 2, with its input"

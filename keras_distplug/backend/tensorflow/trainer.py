@@ -19,6 +19,7 @@ tensorflow/tensorflow#72388, ray-project/ray#47464), in addition to those listed
   (`RebatchDatasetV2` of TensorFlow 2.21).
 - If Keras does not know the number of batches, every epoch has an additional step without data,
   which counts in `optimizer.iterations` and decays weights. This also happens on a single device.
+  Keras 3.16 first checks that there is a batch.
 
 Overrides apply only to the adapted model (and its optimizer, losses and variables), except those of
 `steps.py`, which are active while a step of such a model is traced or run.
