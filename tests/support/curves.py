@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 from tensorboard.util import tensor_util
 
 Curve = list[tuple[int, float]]
@@ -18,7 +19,8 @@ def curves_in(folder: Path, only: Sequence[str] = ()) -> dict[str, dict[str, Cur
     for run in (folder / name for name in names):
         events = EventAccumulator(str(run), size_guidance={"tensors": 0})
         events.Reload()
-        found[run.name] = {tag: _curve(events, tag) for tag in events.Tags()["tensors"]}
+        tags = [tag for tag in events.Tags()["tensors"] if tag != CONFIG_SUMMARY_TAG]
+        found[run.name] = {tag: _curve(events, tag) for tag in tags}
     return found
 
 
