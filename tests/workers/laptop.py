@@ -11,6 +11,7 @@ import builtins
 import io
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -48,6 +49,8 @@ def become(system: str) -> None:
             for name in names.split():
                 if hasattr(module, name):
                     delattr(module, name)
+    if system == "Windows":
+        shutil._use_fd_functions = False  # type: ignore[attr-defined]  # decided on import
     usual = builtins.open
 
     def without_proc(file: Any, *args: Any, **kwargs: Any) -> Any:
