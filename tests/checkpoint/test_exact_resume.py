@@ -295,7 +295,10 @@ def test_other_number_of_replicas(tmp_path: Path) -> None:
             {"data": lambda: shuffled().unbatch().batch(4)},
             "`batch_size` was 8 at the checkpoint and is now 4",
         ),
-        ({"data": lambda: shuffled().map(lambda x, y: (x, y))}, "at the checkpoint and is now 'map"),
+        (
+            {"data": lambda: shuffled().map(lambda x, y: (x, y))},
+            "at the checkpoint and is now 'map",
+        ),
         (
             {"made": lambda: without_dropout("adamw")},
             "`optimizer` was 'Adam' at the checkpoint and is now 'AdamW'",
