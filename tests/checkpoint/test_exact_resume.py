@@ -297,7 +297,7 @@ def test_other_number_of_replicas(tmp_path: Path) -> None:
         ),
         (
             {"data": lambda: shuffled().map(lambda x, y: (x, y))},
-            "at the checkpoint and is now 'map'",
+            "at the checkpoint and is now 'map",
         ),
         (
             {"made": lambda: without_dropout("adamw")},
