@@ -300,7 +300,7 @@ def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str
     joined = _Joined(startup.join("auto"), origin, unpack())
     announce(
         "TensorFlow was restarted to join the cluster. The given model and data were transferred; "
-        "other models, tensors and datasets from before are no longer usable. "
+        "other models, tensors and datasets created before are no longer usable. "
         "`keras_distplug.init()` at the top of the script avoids this"
     )
     return joined

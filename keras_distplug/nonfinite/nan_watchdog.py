@@ -182,9 +182,9 @@ class NaNWatchdog(Watchdog):
         self._is_new = self._on_workers is None
         if self._on_workers is not None:
             announce(
-                "NaNWatchdog: workers skip and count non-finite updates. Because they train "
-                "asynchronously, the worker is not reported, and `max_score` and `max_incidents` "
-                "do not apply"
+                "NaNWatchdog: under ParameterServerStrategy, workers train asynchronously. "
+                "Non-finite updates are skipped and counted, but it is not reported which worker "
+                "they came from, and `max_score` and `max_incidents` do not apply"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:

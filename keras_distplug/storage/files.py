@@ -284,7 +284,7 @@ def register_store(scheme: str, opener: Opener) -> None:
         )
     if scheme in _OURS:
         raise ConfigurationError(
-            f"Expected a scheme that keras_distplug does not handle itself ({', '.join(_OURS)}). "
+            f"Expected a scheme other than those built into keras_distplug ({', '.join(_OURS)}). "
             f"Received: {scheme!r}. Choose another scheme for your store."
         )
     if not callable(opener):

@@ -88,7 +88,7 @@ class WandbTracker:
         if run is not None and (project is not None or settings or init):
             raise ConfigurationError(
                 "Expected either `run` or arguments for a new run. Received both. Pass the "
-                "arguments to the `wandb.init` that opens `run`."
+                "arguments to the `wandb.init` call that creates `run`."
             )
         self.project = project
         self._given = run
