@@ -59,7 +59,7 @@ class NaNWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
     ```
 
-    - It is among `defaults()`; adding your own instance replaces that one.
+    - It is one of `defaults()`; adding your own instance replaces that one.
     - An update that a `LossScaleOptimizer` skips because of its scale is not a fault; a non-finite
       loss is one.
     - It covers updates through `optimizer.apply` or `apply_gradients`, including those of a custom

@@ -39,7 +39,7 @@ class Outbox:
     Args:
         tracker: Who receives them.
         name: A name of the run for people.
-        details: Of this attempt.
+        details: Details of this attempt.
         marks: The tracker's files in the folder of the training.
     """
 
