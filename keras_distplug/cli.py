@@ -271,8 +271,8 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
         ):
             if given:
                 raise ConfigurationError(
-                    f"{option} is for workers that serve a chief, with parameter servers. Give "
-                    f"their number with --ps, or omit {option}."
+                    f"{option} requires parameter servers. Give their number with --ps, or omit "
+                    f"{option}."
                 )
     replacements = parsed.max_worker_restarts
     job = Job(

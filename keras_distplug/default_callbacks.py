@@ -72,7 +72,7 @@ def defaults(
         A new list of callbacks.
 
     Raises:
-        ConfigurationError: If an argument is unusable, or another backend of Keras is in use.
+        ConfigurationError: If an argument is invalid, or another backend of Keras is in use.
         VersionError: If this package does not support the installed versions.
     """
     versions.check()

@@ -105,9 +105,9 @@ def distributed_fit(
     `fit` is resumed and distributed, in the order of plain Keras.
 
     Args:
-        model: A compiled model made outside any strategy's scope; one made inside the scope of the
-            strategy to use; or a function without arguments that builds and compiles one. A model
-            from outside is rebuilt inside the scope, and receives the trained weights and the
+        model: A compiled model created outside any strategy's scope; one created inside the scope
+            of the strategy to use; or a function without arguments that builds and compiles one. A
+            model from outside is rebuilt inside the scope, and receives the trained weights and the
             optimizer state afterwards. The trained model under its strategy is `history.model`.
         x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of *global*
             batches, a generator of them, a function without arguments that returns one of these, a
@@ -150,11 +150,11 @@ def distributed_fit(
         resuming: The changes to the script that are permitted since the checkpoint, and the initial
             values of a new run. The fields, such as `allow_data_change=True`, are also accepted as
             arguments. Defaults to `Resuming()`.
-        deterministic: True makes TensorFlow compute the same bits in every run on machines of this
-            kind (`tf.config.experimental.enable_op_determinism`), for the rest of the process. On
-            CPUs, results are usually the same without it; on GPUs, they are not. Stateful functions
-            of a pipeline, such as those with `tf.random.uniform`, then run sequentially, and some
-            operations are slower, or are refused if they have no deterministic implementation.
+        deterministic: `True` makes TensorFlow compute the same bits in every run on
+            machines of this kind (`tf.config.experimental.enable_op_determinism`), for the rest of
+            the process. On CPUs, results are usually the same without it; on GPUs, they are not.
+            Stateful functions of a pipeline, such as those with `tf.random.uniform`, then run
+            sequentially, and some operations are slower, or refused if they have no deterministic version.
             Needs `keras.utils.set_random_seed(seed)` before the model is made. Defaults to `False`.
         min_shard_bytes: The minimum size of a part, in bytes, if tables of `Embedding` layers are
             split by rows over parameter servers, as TensorFlow's `MinSizePartitioner` does (its own
@@ -169,7 +169,7 @@ def distributed_fit(
         Keras' `History`, complete across restarts, or what the model's own `fit` returns.
 
     Raises:
-        ConfigurationError: If an argument or the environment is unusable, before training starts.
+        ConfigurationError: If an argument or the environment is invalid, before training starts.
             Its subclasses are `ClusterError`, `ModelError` and `DataError`.
         OtherRunError: If `directory` contains the run of another model.
     """
@@ -300,7 +300,7 @@ def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str
     joined = _Joined(startup.join("auto"), origin, unpack())
     announce(
         "TensorFlow was restarted to join the cluster. The given model and data were transferred; "
-        "other models, tensors and datasets from before are no longer usable. "
+        "other models, tensors and datasets created before are no longer usable. "
         "`keras_distplug.init()` at the top of the script avoids this"
     )
     return joined

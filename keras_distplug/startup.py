@@ -52,10 +52,10 @@ def init(
     Args:
         strategy: `"auto"`, `"one_device"`, `"mirrored"`, `"central_storage"` (every device
             computes, the CPU holds the variables), `"multi_worker"` or `"parameter_server"`.
-            Defaults to `"auto"`: parameter_server in a cluster with 'ps' tasks; multi_worker with
-            several workers (TF_CONFIG, Slurm, Vertex AI, SageMaker or Kubernetes); mirrored with
-            several GPUs; else one_device. After a call with a name, `"auto"` stands for that name,
-            here and in `distributed_fit`.
+            Defaults to `"auto"`: `"parameter_server"` in a cluster with 'ps' tasks;
+            `"multi_worker"` with several workers (TF_CONFIG, Slurm, Vertex AI, SageMaker or
+            Kubernetes); `"mirrored"` with several GPUs; else `"one_device"`. After a call with a
+            name, `"auto"` stands for that name, here and in `distributed_fit`.
         heartbeat_timeout_secs: Seconds without a heartbeat after which a worker counts as lost: at
             least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
             `keras-distplug run --heartbeat-timeout` sets, or else to TensorFlow's 10.
@@ -72,8 +72,8 @@ def init(
     Raises:
         ConfigurationError: If the strategy is unknown or does not fit the environment, or a timeout
             is invalid.
-        ClusterError: If the workers were given different clusters or versions, or an address that
-            does not lead to its worker.
+        ClusterError: If the workers were given different clusters or versions, or an address at
+            which a worker cannot be reached.
         PeerLostError: If another worker failed before it joined, or did not start within an hour
             (KERAS_DISTPLUG_JOIN_TIMEOUT, in seconds).
     """

@@ -87,11 +87,11 @@ class BackupAndRestore(RunKeeper):
     Example:
 
     ```python
-    callback = keras_distplug.BackupAndRestore(
+    callback = kd.BackupAndRestore(
         "runs/mnist",
         save_freq="auto",
         delete_checkpoint=False,
-        retention=keras_distplug.Retention(keep_best=("val_loss", "min", 1)),
+        retention=kd.Retention(keep_best=("val_loss", "min", 1)),
     )
     model.fit(x, y, epochs=10, callbacks=[callback])
     ```
@@ -122,7 +122,7 @@ class BackupAndRestore(RunKeeper):
             `keep_last`, `allow_data_change`, `local_tier`, ...) are also accepted as arguments.
 
     Raises:
-        ConfigurationError: If an argument is not usable.
+        ConfigurationError: If an argument is invalid.
         OtherRunError: In `fit`, if the folder holds the run of another model, or of other data.
         SaveError: In `fit`, if too many consecutive saves, or the one at the end, have failed.
     """

@@ -69,7 +69,7 @@ Cadence = EveryEpoch | AtEnd | EveryBatches | EverySeconds | Auto
 def cadence_of(
     save_freq: SaveFreq, max_overhead: float, name: str = "save_freq", *, is_near: bool = True
 ) -> Cadence:
-    """Returns the cadence that a user's `save_freq` stands for.
+    """Returns the cadence for a user's `save_freq`.
 
     Args:
         save_freq: The user's value.

@@ -56,7 +56,7 @@ def export(
     saver.wait_for_all()
     if runs.newest_name(files) is None:
         raise NoCheckpointError(
-            f"{files.where()} holds no run to export. Call `export` after a checkpoint was made. "
+            f"{files.where()} holds no run to export. Call `export` after a checkpoint is saved. "
             "With delete_checkpoint=True, the default of BackupAndRestore, checkpoints are deleted "
             "once training has finished; use delete_checkpoint=False to keep them."
         )

@@ -29,6 +29,6 @@ class NewWeights:
             paths = sorted(weights[each].path for each in new)
             announce(
                 f"{len(paths)} weights were added to the model during training, including "
-                f"`{paths[0]}`: a restart of this script cannot resume from later checkpoints. "
-                "Add them before `fit`"
+                f"`{paths[0]}`: after a restart, this script cannot resume from checkpoints saved "
+                "from now on. Create all weights before `fit`"
             )

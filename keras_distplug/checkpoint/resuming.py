@@ -109,9 +109,9 @@ def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
     is_fit = epochs.of_fit() is not None
     if is_fit and not made_in_fit:
         raise ConfigurationError(
-            "Expected `callbacks` to be a list. Received: a `CallbackList` that was made before "
-            "`fit`, and doesn't have its epochs and steps. Write `callbacks=[...]`, with the "
-            "same callbacks."
+            "Expected `callbacks` to be a list. Received: a `CallbackList` that was created "
+            "before `fit` and therefore lacks its number of epochs and steps. Write "
+            "`callbacks=[...]`, with the same callbacks."
         )
     if not is_fit and is_chief:
         announce(

@@ -62,7 +62,7 @@ def require_model(
     model: keras.Model,
     matches_script: Callable[[Mapping[str, Any]], bool],
 ) -> None:
-    """Checks that a checkpoint is of `model`, which must have all its variables by now.
+    """Checks that a checkpoint is of `model`, which must already have all its variables.
 
     Args:
         manifest: The checkpoint's manifest.

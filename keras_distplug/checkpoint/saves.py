@@ -289,7 +289,7 @@ class Saves:
         if announced_s is None or not 1 / 3 < interval_s / announced_s < 3:
             _announced_s[self._what] = interval_s
             announce(
-                f"a {self._what} costs training {cost_s:.3f} s, so one is made every "
+                f"a {self._what} costs training {cost_s:.3f} s, so one is saved every "
                 f"{interval_s:.1f} s"
             )
 

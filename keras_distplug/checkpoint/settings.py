@@ -33,7 +33,7 @@ class Saving(Shown):
             Defaults to 3.
 
     Raises:
-        ConfigurationError: If an argument is not usable.
+        ConfigurationError: If an argument is invalid.
     """
 
     on_busy: Literal["skip", "wait"] = "skip"
@@ -84,7 +84,7 @@ class Resuming(Shown):
             learning rate. Defaults to `False`.
 
     Raises:
-        ConfigurationError: If an argument is not usable.
+        ConfigurationError: If an argument is invalid.
     """
 
     allow_batch_change: bool = False
@@ -111,7 +111,7 @@ class Resuming(Shown):
 
 @dataclass(frozen=True, repr=False)
 class LocalCheckpoints(Shown):
-    """Checkpoints on the workers' own machines, in between those in `backup_dir`.
+    """Checkpoints on the workers' own machines, in addition to those in `backup_dir`.
 
     Every worker writes the whole state to its machine and keeps two copies of it, three while it
     writes. They are deleted when training has finished. Training resumes from the newest checkpoint
@@ -131,7 +131,7 @@ class LocalCheckpoints(Shown):
         local_freq: How often to save there, as in `save_freq`. Defaults to `"auto"`.
 
     Raises:
-        ConfigurationError: If an argument is not usable.
+        ConfigurationError: If an argument is invalid.
     """
 
     local_tier: str | os.PathLike[str]

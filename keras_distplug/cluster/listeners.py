@@ -194,7 +194,7 @@ class Reports(Listener):
         """
         if self._failure is not None:
             raise RuntimeError(
-                f"Reporting from the workers to the chief has failed: {self._failure}"
+                f"The workers can no longer report to the chief: {self._failure}"
             ) from self._failure
         self._own.put(make)
 

@@ -58,7 +58,7 @@ class Began(Event):
         resumes: True (the default) if checkpoints are saved, so that a later `fit` continues the
             run; False if every `fit` is a separate training.
         reached_before: The exact step at which the previous attempt of the run ended. Defaults to
-            `None`: only its log tells its last step.
+            `None`: only its log has its last step.
     """
 
     session: str
@@ -352,11 +352,11 @@ class LinesLost(Event):
 
 @dataclass(frozen=True)
 class TrackerFailed(Event):
-    """An experiment tracker does not receive this training's metrics, and is tried again.
+    """An experiment tracker does not receive this training's metrics, and is retried.
 
     Args:
-        tracker: Its name.
-        why: For people.
+        tracker: Name of the tracker.
+        why: Readable reason.
     """
 
     tracker: str

@@ -153,8 +153,8 @@ class Positioned(readers.LateDistributedDataset):
         if samples is not None and samples < replicas:
             raise DataError(
                 "The global batch is smaller than the number of replicas. Received: batches of "
-                f"{samples} samples for {replicas} replicas. Batch by at least {replicas}; the "
-                "global batch is split over the replicas."
+                f"{samples} samples for {replicas} replicas. Use batches of at least {replicas}: "
+                "the global batch is split over the replicas."
             )
         self.is_scheduled = workers.is_scheduled(strategy)
         if self.is_scheduled:

@@ -81,7 +81,7 @@ class HangWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), kd.HangWatchdog(step_secs=30)])
     ```
 
-    - It is among `defaults()`; adding your own instance replaces that one.
+    - It is one of `defaults()`; adding your own instance replaces that one.
     - Time during which the process is suspended (ctrl-Z) or paused in a debugger (pdb, or that of
       an editor) does not count.
     - While C code holds the interpreter's lock, no Python thread can run. Then a small companion
@@ -98,7 +98,7 @@ class HangWatchdog(Watchdog):
         save_secs: The limit in seconds for the time between two batches, in which callbacks run and
             checkpoints are saved. `"auto"` is five times the longest time so far, and at least an
             hour. Defaults to `"auto"`.
-        exit: If `True`, the process is ended. If `False`, a hang is only reported, once. Defaults
+        exit: `True` ends the process. `False` only reports a hang, once. Defaults
             to `True`, unless Python is interactive.
 
     Raises:

@@ -38,7 +38,7 @@ class Incident:
         batch: The index of the batch in the epoch, from 0; the first one of an execution of several
             steps.
         replica: The replica's number among all replicas.
-        told: The message about it.
+        told: The message that was logged about it.
         created_utc: The time in ISO 8601, in seconds.
     """
 

@@ -59,7 +59,7 @@ class NaNWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
     ```
 
-    - It is among `defaults()`; adding your own instance replaces that one.
+    - It is one of `defaults()`; adding your own instance replaces that one.
     - An update that a `LossScaleOptimizer` skips because of its scale is not a fault; a non-finite
       loss is one.
     - It covers updates through `optimizer.apply` or `apply_gradients`, including those of a custom
@@ -182,9 +182,9 @@ class NaNWatchdog(Watchdog):
         self._is_new = self._on_workers is None
         if self._on_workers is not None:
             announce(
-                "NaNWatchdog: workers skip and count non-finite updates. Because they train "
-                "asynchronously, the worker is not reported, and `max_score` and `max_incidents` "
-                "do not apply"
+                "NaNWatchdog: under ParameterServerStrategy, workers train asynchronously. "
+                "Non-finite updates are skipped and counted, but it is not reported which worker "
+                "they came from, and `max_score` and `max_incidents` do not apply"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:

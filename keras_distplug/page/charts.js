@@ -473,7 +473,7 @@ function newest(rows) {
 // `rows` are runs, of which `run` is shown whole, once its details are known.
 function render(main, rows, run, choose) {
   if (!rows.length) {
-    const what = "There is no run here yet. The callback RunLog, which is among keras_distplug.defaults(), writes what is shown.";
+    const what = "There is no run here yet. The callback RunLog, one of keras_distplug.defaults(), writes what is shown.";
     main.replaceChildren(element("p", {}, what));
     return;
   }

@@ -56,7 +56,7 @@ class PreemptionHandler(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), longer])
     ```
 
-    - `defaults()` includes this callback; adding another one replaces it.
+    - It is one of `defaults()`; adding your own instance replaces that one.
     - The first ctrl-C saves and raises `KeyboardInterrupt`, after which `keras-distplug run` does
       not restart the job; the second one exits immediately.
     - With several workers, training also stops for a SIGTERM that TensorFlow receives, such as one
@@ -74,12 +74,12 @@ class PreemptionHandler(Watchdog):
         grace_secs: Time between a signal and the end of the machine, in seconds. A checkpoint that
             would take longer than the remaining time is not started; the local one or the
             previous one is then the newest. Defaults to 30, as in Kubernetes.
-        exit: True to exit with code 143, False to raise `Preempted` from `fit`. Defaults to `True`,
+        exit: `True` exits with code 143, `False` raises `Preempted` from `fit`. Defaults to `True`,
             except in interactive Python and if `fit` is not called in the main thread, as in Ray
             Train, which restarts the workers after an error.
-        cloud: True to poll the metadata server of this machine's cloud. Defaults to `True`. **Not
+        cloud: `True` polls the metadata server of this machine's cloud. Defaults to `True`. **Not
             verified on a machine of any cloud.**
-        requeue: True to requeue a Slurm job with `scontrol requeue` after the checkpoint, except
+        requeue: `True` requeues a Slurm job with `scontrol requeue` after the checkpoint, except
             for ctrl-C and `scancel`. The job must allow it (`sbatch --requeue`). A failure is
             logged, and training ends as without `requeue`. Defaults to `False`. Tested with Slurm
             22.05, with two nodes on one machine.

@@ -395,7 +395,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _may_hold_state(value: Any) -> bool:
-    """Returns True if a value that is no number, text or array may hold state."""
+    """Returns True if a value other than a number, text or array may hold state."""
     is_function = isinstance(value, types.FunctionType | functools.partial)
     return (
         is_function

@@ -94,7 +94,7 @@ class ReplicaMetrics(Watchdog):
             all replicas are compared. Checksums are computed in a thread; until they are finished,
             variables that change occupy memory twice. `None` disables the comparison. Defaults to
             1000.
-        fingerprints: True to detect replicas that are given the same data in every step, at the
+        fingerprints: `True` detects replicas that are given the same data in every step, at the
             cost of a checksum of every batch. Defaults to `False`.
         on_divergence: A function called with every `Divergence`, on the chief, after a batch.
             Defaults to `None`.

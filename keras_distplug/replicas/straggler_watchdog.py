@@ -46,7 +46,7 @@ class StragglerWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
     ```
 
-    - It is part of `defaults()`; your own instance replaces the default. With a single
+    - It is one of `defaults()`; adding your own instance replaces that one. With a single
       replica, there is nothing to compare.
     - A layer that communicates with other replicas within the step, such as a synchronized
       `BatchNormalization`, makes all replicas as slow as the slowest, which hides the straggler.

@@ -55,7 +55,7 @@ class EventFiles:
         self._add(tag, metadata, text, step, at)
 
     def add_alone(self, tag: str, metadata: summary_pb2.SummaryMetadata, value: Any) -> None:
-        """Adds a value in a file by itself, which is complete before the next one starts."""
+        """Adds a value in a separate file, which is complete before the next one starts."""
         self._end_file()
         self._add(tag, metadata, value, 0, time.time())
         self._end_file()

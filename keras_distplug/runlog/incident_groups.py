@@ -42,8 +42,8 @@ class Group:
         what: The newest one in words.
         where: Workers, with their machines.
         replicas: Numbers of replicas.
-        epoch: Of the newest one, counted from 0; None if the event has none.
-        batch: The same, in the epoch.
+        epoch: Epoch of the newest one, counted from 0; None if the event has none.
+        batch: Batch of the newest one in that epoch, likewise.
         advice: What to do.
         command: A command line that helps, or None.
         over_at: When it was over, in seconds since 1970; None while it is not, or cannot be.

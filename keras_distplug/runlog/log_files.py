@@ -242,7 +242,7 @@ def runs(files: Files, only: str | None = None) -> list[str]:
     found = [name for name in found if only is None or name == only]
     if not found:
         raise NoCheckpointError(
-            f"There is no log in {files.where(only or '')}. The callback RunLog, which is among "
+            f"There is no log in {files.where(only or '')}. The callback RunLog, one of "
             "`keras_distplug.defaults()`, writes it to the folder of every run."
         )
     return found

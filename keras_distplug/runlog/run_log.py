@@ -66,7 +66,7 @@ class RunLog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[backup, kd.RunLog()])
     ```
 
-    - It is one of `defaults()`; an instance that you add replaces that one.
+    - It is one of `defaults()`; adding your own instance replaces that one.
     - Lines are written in a thread. A failed write is retried and reported once; training
       continues.
     - A window lasts a second at first, and up to half a minute later. Work since the last window of

@@ -24,7 +24,7 @@ from keras_distplug.step.replica_step import ReplicaStep, tracing
 class StepInstrument:
     """Base class for measuring or deciding something in every training step of a model.
 
-    Derive from it, override the hooks you need, and give it to `instrument_step` in a callback's
+    Derive from it, override the hooks you need, and pass it to `instrument_step` in a callback's
     `set_model`. The hooks are called while Keras traces the step, once in each replica: build
     TensorFlow operations there. To use a value in Python, call `tf.py_function` or
     `tf.numpy_function` in `before` or `after`.
@@ -74,7 +74,7 @@ class StepInstrument:
             step: The step of this replica.
             optimizer: The optimizer that will apply the gradients.
             gradients: The replica's own gradients: one per variable, `None` for a variable without
-                one.
+                a gradient.
         """
         return gradients
 
@@ -101,8 +101,8 @@ class StepInstrument:
     ) -> tf.Tensor | None:
         """Returns a boolean scalar, identical on all replicas: false skips the update.
 
-        If the update is skipped, the step's other assignments are undone, too. `None` is no
-        opinion.
+        If the update is skipped, the step's other assignments are undone, too. Return
+        `None` to abstain.
 
         Args:
             step: The step of this replica.

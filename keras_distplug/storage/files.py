@@ -262,8 +262,8 @@ def register_store(scheme: str, opener: Opener) -> None:
         # Our machines mount the lab's storage at /mnt/lab.
         return open_files("/mnt/lab/" + url.removeprefix("lab://"), storage_options)
 
-    keras_distplug.register_store("lab", open_lab)
-    callbacks = keras_distplug.defaults("lab://runs/mnist")
+    kd.register_store("lab", open_lab)
+    callbacks = kd.defaults("lab://runs/mnist")
     ```
 
     Args:
@@ -284,7 +284,7 @@ def register_store(scheme: str, opener: Opener) -> None:
         )
     if scheme in _OURS:
         raise ConfigurationError(
-            f"Expected a scheme that keras_distplug does not handle itself ({', '.join(_OURS)}). "
+            f"Expected a scheme other than those built into keras_distplug ({', '.join(_OURS)}). "
             f"Received: {scheme!r}. Choose another scheme for your store."
         )
     if not callable(opener):

@@ -43,7 +43,7 @@ class Retention(Shown):
         keep_every_steps: An interval in steps: the first checkpoint after every multiple of it is
             kept forever. Defaults to `None`.
         keep_best: A metric of the logs, `"min"` or `"max"`, and the number of best checkpoints to
-            keep by it, such as `("val_loss", "min", 3)`. Of equal ones, the newer counts as better;
+            keep by it, such as `("val_loss", "min", 3)`. Among equals, the newer counts as better;
             a checkpoint whose metric is missing or NaN is never kept by this rule. Defaults to
             `None`.
 

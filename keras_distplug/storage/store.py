@@ -422,7 +422,7 @@ class CheckpointStore:
         if wanted > there:
             raise CorruptCheckpointError(
                 f"The manifest of {self.where(name)} declares variables of {wanted} bytes, but its "
-                f"files have {there} bytes."
+                f"files contain only {there} bytes."
             )
 
     def _require_sizes(self, name: str, shards: Iterable[Shard]) -> None:

@@ -28,7 +28,7 @@ _STATUS = {Outcome.FINISHED: "FINISHED", Outcome.FAILED: "FAILED", Outcome.INTER
 class MlflowTracker:
     """Records a training in one run of MLflow, across all its attempts.
 
-    Give it to `RunLog`. A script that is started again finds the run by its tag
+    Pass it to `RunLog`. A script that is started again finds the run by its tag
     `keras_distplug.run`, whose value is kept in the folder of the training.
 
     Example:
@@ -77,8 +77,9 @@ class MlflowTracker:
         require_package("mlflow", type(self).__name__, "mlflow-skinny")
         if run_id is not None and (experiment is not None or run_name is not None or tags):
             raise ConfigurationError(
-                "Expected either `run_id` or `experiment`, `run_name` and `tags` of a new run. "
-                "Received both. Pass these to the `mlflow.start_run` that opens the run."
+                "Expected either the `run_id` of an existing run, or `experiment`, `run_name` and "
+                "`tags` for a new one. Received both. Omit `run_id`, or set the others when the "
+                "script starts the run."
             )
         self.experiment = experiment
         self._tracking_uri = tracking_uri

@@ -39,7 +39,7 @@ class Outbox:
     Args:
         tracker: Who receives them.
         name: A name of the run for people.
-        details: Of this attempt.
+        details: Details of this attempt.
         marks: The tracker's files in the folder of the training.
     """
 
@@ -151,8 +151,8 @@ class Outbox:
     def _report(self, error: BaseException) -> None:
         why = f"{type(error).__name__}: {error}"
         announce(
-            f"{self._tracker.name} does not receive the metrics of this training, which continues, "
-            f"and is tried again: {why}"
+            f"{self._tracker.name} does not receive the metrics of this training; retrying while "
+            f"training continues: {why}"
         )
         reporting.report(TrackerFailed(self._tracker.name, why))
 

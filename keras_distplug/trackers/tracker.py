@@ -12,7 +12,7 @@ from keras_distplug.core.errors import ConfigurationError
 
 
 class Severity(enum.StrEnum):
-    """How bad an incident is."""
+    """The severity of an incident."""
 
     INFO = "info"
     WARNING = "warning"
@@ -20,7 +20,7 @@ class Severity(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How an attempt ended."""
+    """The way an attempt ended."""
 
     FINISHED = "finished"
     FAILED = "failed"  # with an error
@@ -48,7 +48,7 @@ class Mark:
 
     Args:
         step: Batches trained since the run started; -1 before the first point.
-        is_epoch_end: Whether that includes the logs of the epoch that ends with this step.
+        is_epoch_end: True if that includes the logs of the epoch that ends with this step.
     """
 
     step: int = -1
@@ -62,8 +62,8 @@ class Point:
     Args:
         step: Batches trained since the run started.
         at: Seconds since 1970. A point that is logged again after a failure has the same time.
-        metrics: By name.
-        is_epoch_end: Whether these are the logs of the epoch that ends with this step. A step may
+        metrics: Values by name.
+        is_epoch_end: True if these are the logs of the epoch that ends with this step. A step may
             have two points, one of each kind, whose metrics have different names.
     """
 
@@ -80,8 +80,8 @@ class Incident:
     Args:
         at: Seconds since 1970.
         kind: The event's name in the log of the run, such as `"hung"`.
-        text: For people.
-        severity: How bad it is.
+        text: Readable description.
+        severity: Its severity.
     """
 
     at: float
@@ -140,7 +140,7 @@ class Tracker(Protocol):
     def log(self, point: Point) -> None:
         """Records metrics.
 
-        Over all attempts, steps never decrease, and no metric comes twice for a step.
+        Over all attempts, steps never decrease, and no metric is logged twice for a step.
 
         Args:
             point: The metrics of one step.

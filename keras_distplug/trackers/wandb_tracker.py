@@ -34,7 +34,7 @@ _SETTINGS = {
 class WandbTracker:
     """Records a training in one run of Weights & Biases, across all its attempts.
 
-    Give it to `RunLog`. The run's ID is kept in the folder of the training, so that a script that
+    Pass it to `RunLog`. The run's ID is kept in the folder of the training, so that a script that
     is started again continues the same run.
 
     Example:
@@ -58,7 +58,7 @@ class WandbTracker:
             example for W&B's own Keras callback. The script ends it. All metrics then have the
             prefix `distplug/`, and are logged over the metric `distplug/step` instead of W&B's own
             step. Defaults to a separate run, which leaves `wandb.run` alone.
-        settings: A dict of `wandb.Settings` that take the place of ours: `console="off"`, and in
+        settings: A dict of `wandb.Settings` that override ours: `console="off"`, and in
             seconds `init_timeout=20`, `finish_timeout=10` and
             `x_transaction_log_flush_interval=1`.
         init: Other arguments of `wandb.init`, such as `entity`, `group`, `tags` or `mode`.
@@ -88,7 +88,7 @@ class WandbTracker:
         if run is not None and (project is not None or settings or init):
             raise ConfigurationError(
                 "Expected either `run` or arguments for a new run. Received both. Pass the "
-                "arguments to the `wandb.init` that opens `run`."
+                "arguments to the `wandb.init` call that creates `run`."
             )
         self.project = project
         self._given = run

@@ -358,7 +358,7 @@ def test_address_that_leads_nowhere() -> None:
     for error in errors:
         assert isinstance(error, PeerLostError)
         assert f"worker-1 ({worker.cluster['worker'][1]}) has started" in str(error)
-        assert "does not lead from the chief to it: connection refused" in str(error)
+        assert "the chief cannot reach it at its address: connection refused" in str(error)
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(9)])

@@ -180,7 +180,7 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
     refuse(DataError, "type NoneType", model)
     refuse(DataError, "leaves no samples", model, X, Y, validation_split=0.99)
     for given in ({"x": X, "y": Y, "batch_size": 1}, {"x": dataset.batch(1)}):
-        match = "batches of 1 samples for 2 replicas. Batch by at least 2"
+        match = "batches of 1 samples for 2 replicas. Use batches of at least 2"
         refuse(DataError, match, model, strategy=mirrored, **given)
 
 

@@ -234,10 +234,10 @@ class Chief:
             is_final = reason != UNRESOLVED
             if is_final and now - self._unreached_since[connection] > _PATIENCE_SECS:
                 raise PeerLostError(
-                    f"{hello.name} has started ({hello.where}), but its address does not lead from "
-                    f"the chief to it: {reason}. Expected an address at which the other workers "
-                    "reach it. Correct its address in the cluster of every task, or open the port "
-                    "in the firewall."
+                    f"{hello.name} has started ({hello.where}), but the chief cannot reach it at "
+                    f"its address: {reason}. Expected an address at which all other workers can "
+                    "reach it. Correct its address in the cluster definition of every task, or "
+                    "open the port in the firewall."
                 )
             self._waiting.on(hello.name, f"the chief cannot reach it: {reason}")
         self._turn()  # one of them may have left meanwhile

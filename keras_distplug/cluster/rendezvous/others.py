@@ -86,7 +86,7 @@ def _is_started(role: Role, hello: Hello, waiting: Waiting) -> bool:
 
 @contextlib.contextmanager
 def _answering(listener: socket.socket, hello: Hello) -> Iterator[None]:
-    """Introduces this process to everyone who connects."""
+    """Introduces this process to every process that connects."""
     line = asdict(hello)
     listener.settimeout(PAUSE_SECS)
     is_over = threading.Event()

@@ -66,8 +66,8 @@ def _check_block_layout(environ: Mapping[str, str], rank: int, place: tuple[int,
     for variable, expected in zip(variables, place, strict=True):
         if variable in environ and _number(environ, variable) != expected:
             raise ClusterError(
-                f"Slurm task {rank} has {variable}={environ[variable]}, but with tasks in blocks "
-                f"it would be {expected}. Start the step with `srun --distribution=block`."
+                f"Slurm task {rank} has {variable}={environ[variable]}, but block "
+                f"distribution would give {expected}. Start it with `srun --distribution=block`."
             )
 
 
@@ -153,7 +153,7 @@ def _counted(items: Iterable[T], variable: str) -> list[T]:
 
 def _bad_node_list(text: str) -> ClusterError:
     return ClusterError(
-        "SLURM_STEP_NODELIST must look like 'node[01-03,07],gpu5'. The part that cannot be read: "
+        "SLURM_STEP_NODELIST must look like 'node[01-03,07],gpu5'. Cannot be parsed: "
         f"{shown(text)}."
     )
 

@@ -57,7 +57,9 @@ class Table:
     def assign(self, value: Any) -> None:
         value = np.asarray(value)
         if value.shape != self.shape:
-            raise ValueError(f"Expected {self.path} of shape {self.shape}. Received: {value.shape}")
+            raise ValueError(
+                f"Expected a value of shape {self.shape} for {self.path}. Received: {value.shape}"
+            )
         begin = 0
         for part in self.parts:
             end = begin + part.shape[0]
