@@ -171,7 +171,7 @@ def distributed_fit(
     Raises:
         ConfigurationError: If an argument or the environment is unusable, before training starts.
             Its subclasses are `ClusterError`, `ModelError` and `DataError`.
-        OtherRunError: If `directory` contains the run of another model.
+        OtherRunError: If `directory` contains the run of another model, or of other data.
     """
     given: dict[str, Any] = own_arguments.pop(_GIVEN)  # arguments of `fit`
     resuming = _resuming_of(resuming, own_arguments, given)
