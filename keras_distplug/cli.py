@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
                 "keras-distplug verify --help",
             ),
             "0 done; 1 failed, or a checkpoint is damaged; 2 wrong usage; 3 nothing found. `run` "
-            "has more: see its help.",
+            "and `watch` have more: see their help.",
         ),
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -57,11 +57,13 @@ def defaults(
     Args:
         directory: The folder of the training, or a URL such as `s3://bucket/runs/mnist`. Defaults
             to `keras_distplug_runs/<name of the script>` in the working folder, with
-            `-task-<number>` appended for a task of an array job. In it, every model and every data
-            set has its own run; concurrent jobs need separate folders.
+            `-task-<number>` appended for a task of an array job. In that default
+            folder, every model and every data set has its own run; concurrent jobs need separate
+            folders.
         save_freq: `"epoch"`, an integer number of batches, a time such as `"5min"`, `"auto"`, or
-            `False` to save only at the end. Defaults to `"auto"`: the first checkpoint within a
-            minute, then as often as 1 % of the time allows.
+            `False` to save only at the end. Defaults to `"auto"`: the first checkpoint after 10
+            steps, or within the first minute if steps are slow, then as often as
+            possible without taking more than 1% of the time.
         storage_options: See `BackupAndRestore`. Defaults to `None`.
         resume: `False` starts a new run next to the existing ones. Defaults to `True`.
         single: Fields of `Saving`, `Retention`, `Resuming` and `LocalCheckpoints`, such as

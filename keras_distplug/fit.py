@@ -154,7 +154,7 @@ def distributed_fit(
             machines of this kind (`tf.config.experimental.enable_op_determinism`), for the rest of
             the process. On CPUs, results are usually the same without it; on GPUs, they are not.
             Stateful functions of a pipeline, such as those with `tf.random.uniform`, then run
-            sequentially, and some operations are slower, or refused if they have no deterministic version.
+            sequentially, and some operations are slower, or refused if not deterministic.
             Needs `keras.utils.set_random_seed(seed)` before the model is made. Defaults to `False`.
         min_shard_bytes: The minimum size of a part, in bytes, if tables of `Embedding` layers are
             split by rows over parameter servers, as TensorFlow's `MinSizePartitioner` does (its own
@@ -171,7 +171,7 @@ def distributed_fit(
     Raises:
         ConfigurationError: If an argument or the environment is invalid, before training starts.
             Its subclasses are `ClusterError`, `ModelError` and `DataError`.
-        OtherRunError: If `directory` contains the run of another model.
+        OtherRunError: If `directory` contains the run of another model, or of other data.
     """
     given: dict[str, Any] = own_arguments.pop(_GIVEN)  # arguments of `fit`
     resuming = _resuming_of(resuming, own_arguments, given)

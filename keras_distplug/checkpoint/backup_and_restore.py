@@ -76,7 +76,7 @@ class BackupAndRestore(RunKeeper):
       from the same checkpoint. Any number of workers can resume from it.
     - A failed save is retried, then reported in a warning; the next one is made when it is due. Too
       many consecutive failures end training.
-    - A directory that holds another model's run is refused.
+    - A directory that holds the run of another model, or of other data, is refused.
     - Training that ends with a non-finite loss is neither recorded as finished nor deleted.
 
     From a checkpoint made mid-epoch, `fit` continues with the next batch, and callbacks and the

@@ -146,9 +146,7 @@ def _add_export(subcommands: Subcommands) -> None:
     parser.add_argument("out", metavar="OUT", help="file to write: a path or a URL")
     _add_step(parser, "step or name, or `best` with --metric and --mode (default: the newest)")
     parser.add_argument("--metric", metavar="METRIC", help="metric for `best`, such as val_loss")
-    parser.add_argument(
-        "--mode", choices=("min", "max"), help="is the smallest or the largest value the best?"
-    )
+    parser.add_argument("--mode", choices=("min", "max"), help="which value of the metric is best")
     parser.add_argument(
         "--format",
         choices=("keras", "weights.h5", "safetensors"),
