@@ -45,7 +45,7 @@ def screen(where: str, name: str, run: Judged, now: float, problem: str = "") ->
         "  ",
         printable(verdict.cause),
     )
-    heard = "no worker has been heard"
+    heard = "no worker has reported yet"
     if verdict.heard_at is not None:
         heard = f"last heard {ago(now - verdict.heard_at)}"
     place = Text.assemble(

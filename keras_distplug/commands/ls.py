@@ -13,8 +13,8 @@ from keras_distplug.storage import layout, runs, survey
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.survey import Seen, SeenRun
 
-_COLUMNS = ("checkpoint", "state", "step", "epoch", "batch", "created (UTC)", "size", "workers")
-_RIGHT = ("step", "epoch", "batch", "size", "workers")
+_COLUMNS = ("checkpoint", "state", "step", "epochs", "batches", "created (UTC)", "size", "workers")
+_RIGHT = ("step", "epochs", "batches", "size", "workers")
 _FEW = 4  # metrics that fit into a line
 
 

@@ -66,7 +66,8 @@ def run(parsed: argparse.Namespace) -> int:
         )
     elif whole or damaged:
         what = "whole" if parsed.deep else "of the right size (--deep also reads their bytes)"
-        tables.say(f"{len(whole)} {what}, {len(damaged)} damaged or unreadable")
+        counted = tables.plural(len(whole), "checkpoint")
+        tables.say(f"{counted} {what}, {len(damaged)} damaged or unreadable")
     if not whole and not damaged:
         asked = location.checkpoint
         what = "no checkpoint" if asked is None else f"no checkpoint {asked!r}"

@@ -17,7 +17,7 @@ function card(name, value, ...notes) {
 }
 
 function heard(status) {
-  if (!isKnown(status.heard_at)) return "no worker has been heard";
+  if (!isKnown(status.heard_at)) return "no worker has reported yet";
   return element("span", { class: `heard ${status.heard_level}` }, "last heard ", age(status.heard_at));
 }
 

@@ -308,7 +308,7 @@ def _advice(event: Event, place: Place) -> str:
             )
         case events.SlowReplica(cause="input"):
             return (
-                "Its data arrive late: prefetch, cache, or use more parallel calls in `map`; look "
+                "Its data arrives late: prefetch, cache, or use more parallel calls in `map`; look "
                 f"at the disk and the network of {event.where}."
             )
         case events.SlowReplica(cause="network"):

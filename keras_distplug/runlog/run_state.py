@@ -259,7 +259,7 @@ class Run:
         if silent:
             self.suspect = silent[0] if len(silent) == 1 else None
             names = tuple(self.with_host(fit.source) for fit in silent)
-            return Finding(State.STALLED, since, f"no word from {_list(names)}", names)
+            return Finding(State.STALLED, since, f"no log entries from {_list(names)}", names)
         doing = _DOING.get(beat.doing or "", "callbacks")
         names = tuple(self.with_host(fit.source) for fit in busy)
         self.suspect = (busy or self.group)[0] if len(busy) == 1 or len(self.group) == 1 else None

@@ -219,7 +219,11 @@ def _advice(finding: Finding, groups: Sequence[Group], run: Run) -> tuple[str, s
             slow = [group for group in recent if group.kind == "slow_replica"]
             if slow:
                 return slow[0].advice, None
-            return "Compare with the charts below: data, other workers, checkpoints.", None
+            return (
+                "See where the time goes (data, other workers, checkpoints): on the page, or with "
+                "`keras-distplug goodput`.",
+                None,
+            )
         case State.RESTARTING:
             return "Wait: training resumes on its own.", None
         case State.DEAD if run.is_supervised:

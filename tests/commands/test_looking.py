@@ -298,8 +298,8 @@ def test_verify_whole(directory: str, ask: Ask, say: Say) -> None:
             ("step-00000004", sound), ("step-00000006", "cut off"), ("step-00000008", sound),
             ("final-00000008", sound),
         ]  # fmt: skip
-    assert "3 of the right size" in say("verify", directory)[1]
-    assert "3 whole, 0 damaged" in say("verify", directory, "--deep")[1]
+    assert "3 checkpoints of the right size" in say("verify", directory)[1]
+    assert "3 checkpoints whole, 0 damaged" in say("verify", directory, "--deep")[1]
 
 
 @pytest.mark.parametrize("harm", made.HARM)

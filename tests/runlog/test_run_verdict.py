@@ -144,7 +144,7 @@ def test_worker_that_others_wait_for() -> None:
     silent = worker(30, rank=1, workers=2)
     found = judge([waits, silent], END + 21)
     assert (found.state, found.where) == (State.STALLED, ("worker-1 on node-1",))
-    assert found.cause == "no word from worker-1 on node-1"
+    assert found.cause == "no log entries from worker-1 on node-1"
     assert (found.advice, found.command) == (
         "Look at the process on node-1:",
         "py-spy dump --pid 1",
