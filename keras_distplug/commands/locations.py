@@ -187,14 +187,14 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
         if below := _children(files):
             listed = ", ".join(below[:_MOST_NAMES]) + (", ..." if len(below) > _MOST_NAMES else "")
             return NoCheckpointError(
-                f"{where} holds no run itself, but these trainings: {listed}. Give one of "
-                f"them, such as {where.rstrip('/')}/{below[0]}, or list all of them with "
+                f"{where} contains no runs itself, but these trainings: {listed}. Pass one "
+                f"of them, such as {where.rstrip('/')}/{below[0]}, or list all of them with "
                 "`keras-distplug ls`."
             )
         if near := _near_miss(_Path.of(text, storage_options)):
-            return NoCheckpointError(f"{where} holds no run. Did you mean {near}?")
+            return NoCheckpointError(f"{where} contains no runs. Did you mean {near}?")
     return NoCheckpointError(
-        f"{where} holds no run. Give the directory that was given to training: it contains "
+        f"{where} contains no runs. Pass the directory that was passed to training, which contains "
         "run-0001 and so on."
     )
 

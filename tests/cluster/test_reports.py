@@ -149,5 +149,5 @@ def test_failure(where: str, workers: Workers) -> None:
         for each in workers.all:
             each.send(lambda: "report")
     reports._thread.join(30)
-    with pytest.raises(RuntimeError, match="has failed: a bug"):
+    with pytest.raises(RuntimeError, match="no longer report to the chief: a bug"):
         reports.send(lambda: "another")

@@ -80,7 +80,7 @@ def test_writers_of_many() -> None:
     """Of thousands of workers, only as many write as keeps files large."""
     for workers, size, writers in ((8, 10, 8), (64, 10, 64), (4096, 10, 64), (4096, 2**30, 256)):
         assert at_scale.commit._writers(size, workers) == writers
-        places = [at_scale.commit._place_of(rank, writers, workers) for rank in range(workers)]
+        places = [at_scale.commit._writer_index(rank, writers, workers) for rank in range(workers)]
         assert [place for place in places if place is not None] == list(range(writers))
         assert places[0] == 0
 

@@ -38,7 +38,7 @@ def worker(
     """A worker's fit; `more` are events with their seconds since the last window."""
     began = events.Began(
         f"session-{attempt}", rank, workers, workers, f"node-{rank}", 1, "Strategy", 4, first_step,
-        {}, True, steps_per_epoch,
+        {}, True, None, steps_per_epoch,
     )  # fmt: skip
     told: list[tuple[float, Event]] = [(begin, began)]
     for number in range(1, windows + 1):

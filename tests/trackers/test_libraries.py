@@ -56,7 +56,7 @@ def test_own_run_and_a_new_one() -> None:
     """A run of the script is not combined with arguments for a new one."""
     with pytest.raises(ConfigurationError, match="either `run` or"):
         WandbTracker("mnist", run=object())
-    with pytest.raises(ConfigurationError, match="either `run_id` or"):
+    with pytest.raises(ConfigurationError, match="either the `run_id` of an existing run, or"):
         MlflowTracker("mnist", run_id="a")
 
 

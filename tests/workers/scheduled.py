@@ -92,7 +92,7 @@ outcome = {
     "began": told.began,
     "steps": steps_of(model),
     "samples": float(keras.ops.convert_to_numpy(accuracy.count)),
-    "readers": attached(model, scheduled.Schedule)._begun.numpy().tolist(),
+    "readers": attached(model, scheduled.Schedule)._starts.numpy().tolist(),
     "evaluate": model.evaluate(X, Y, verbose=0),
     "accuracy": history.history["accuracy"],
     "secs": time.monotonic() - begun_s,
