@@ -99,8 +99,7 @@ def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
     service = Service(TimeoutError())
     service.heartbeat_timeout_s = 1e9
     assert peers.lost(error, role(workers, 1), service) == (
-        f"worker-0 (the chief, 127.0.0.1:{workers[0].getsockname()[1]}), which does not answer any "
-        "more"
+        f"worker-0 (the chief, 127.0.0.1:{workers[0].getsockname()[1]}), which no longer answers"
     )
 
 
