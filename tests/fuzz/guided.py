@@ -75,7 +75,7 @@ def manifest(data: bytes) -> None:
     if seen.manifest is not None:
         tables._plain(as_json(seen))
         tables.numbers(seen.manifest.metrics)
-        CheckpointStore(files, RUN)._kept(seen.place)
+        CheckpointStore(files, RUN)._retention_entry(seen.place)
 
 
 def record(data: bytes) -> None:

@@ -467,7 +467,7 @@ def test_straggler(tmp_path: Path) -> None:
     class Tells(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
-                kd.StragglerWatchdog()._tell(straggler)
+                kd.StragglerWatchdog()._report_found(straggler)
 
     fit(kd.defaults(tmp_path, save_freq="epoch"), Tells())
     [found] = logged(tmp_path)
