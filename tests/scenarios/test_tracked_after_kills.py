@@ -108,7 +108,8 @@ def test_three_kills(env: dict[str, str], tmp_path: Path, started: list[Watched]
     assert files[-1].alerts[0][0] == "keras_distplug: resumed"
     last = files[-1].rows[-1]  # one row, of the last window and of the epoch
     assert {"loss", "val_accuracy", "distplug/step_ms"} <= last.keys()
-    assert any("distplug/goodput" in row for row in files[-1].rows)
+    # The last attempt may end before its first window does.
+    assert any("distplug/goodput" in row for each in files for row in each.rows)
     assert steps[-1] == mlflow.steps("distplug/step")[-1]
 
 
