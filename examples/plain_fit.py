@@ -1,6 +1,6 @@
 """An existing script, and the one line that makes it fault-tolerant.
 
-    python examples/plain_fit.py                    # kill it, or press ctrl-C, whenever you like
+    python examples/plain_fit.py                    # kill it, or press Ctrl-C, whenever you like
     python examples/plain_fit.py                    # the same command resumes where it stopped
     python examples/plain_fit.py --epochs 15        # finished? It continues to the 15th epoch
 

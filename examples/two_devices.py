@@ -1,6 +1,6 @@
 """A model on two devices, placed with `tf.device`: each one holds a part of it.
 
-    python examples/two_devices.py                  # kill it, or press ctrl-C, whenever you like
+    python examples/two_devices.py                  # kill it, or press Ctrl-C, whenever you like
     python examples/two_devices.py                  # the same command resumes where it stopped
 
 trains a small network on handwritten digits. The first device has the wide branch, the second one

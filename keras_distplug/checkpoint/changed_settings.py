@@ -111,8 +111,8 @@ def require_allowed(
             raise OtherRunError(
                 f"{where} was interrupted after batch {cursor.batch} of epoch {cursor.epoch + 1}, "
                 f"which started with `{change.name}` {change.before}. Received: {change.now}. "
-                f"Compile with the same `{change.name}`, or pass allow_loss_change=True to "
-                "continue with the new one, or resume=False to start a new run. Nothing was "
+                f"Compile with the same `{change.name}`, pass allow_loss_change=True to continue "
+                "with the new one, or pass resume=False to start a new run. Nothing was "
                 "changed."
             )
 
@@ -134,9 +134,9 @@ def require_same_training(
     for change in training_changes(changes, history, is_same_size=is_same_size):
         raise OtherRunError(
             f"{where} is finished, and was trained with `{change.name}` {change.before}. Received: "
-            f"{change.now}. Give this training a separate directory, or resume=False to start a "
-            "new run, or allow_loss_change=True to get the finished run's History and weights. "
-            "Nothing was changed."
+            f"{change.now}. Give this training a separate directory, pass resume=False to start "
+            "a new run, or pass allow_loss_change=True to get the finished run's History and "
+            "weights. Nothing was changed."
         )
 
 

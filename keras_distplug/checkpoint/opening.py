@@ -162,8 +162,8 @@ class _Opening:
                 return last  # its checkpoint's error names the difference
             raise OtherRunError(
                 f"{self.files.where(last.name)} is an interrupted run of a different model or "
-                "different data. Give this training a separate directory, or resume=False to "
-                "start a new run next to the old one. Nothing was changed."
+                "different data. Give this training a separate directory, or pass "
+                "resume=False to start a new run next to the old one. Nothing was changed."
             )
         announce(
             f"{self.files.where(last.name)} belongs to a different model or different data; "

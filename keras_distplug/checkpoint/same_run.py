@@ -83,11 +83,11 @@ def require_model(
         raise OtherRunError(
             f"{where} holds the run of another model, or a callback changed this model "
             f"mid-run. First difference: {difference}. Give another model a separate directory, "
-            "or resume=False to start a new run next to the old one. Anything that a callback "
-            "adds to a model must exist before `fit`. Nothing was changed."
+            "or pass resume=False to start a new run next to the old one. Anything that a "
+            "callback adds to a model must exist before `fit`. Nothing was changed."
         )
     raise OtherRunError(
         f"{where} holds the run of another model. First difference: {difference}. Give "
-        "this model a separate directory, or resume=False to start a new run next to the "
-        "old one. Nothing was changed."
+        "this model a separate directory, or pass resume=False to start a new run next to "
+        "the old one. Nothing was changed."
     )

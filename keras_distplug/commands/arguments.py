@@ -231,7 +231,7 @@ def _add_watch(subcommands: Subcommands) -> None:
         ("keras-distplug watch runs/mnist --until finished --timeout 86400",),
         "0 finished, or the state of --until was reached; otherwise the last state: 10 starting or "
         "training, 11 slow, 12 silent or stalled, 13 restarting, 14 dead or failed, 15 stopped by "
-        "a preemption or ctrl-C. 1 failed; 2 wrong usage; 3 there is no log.",
+        "a preemption or Ctrl-C. 1 failed; 2 wrong usage; 3 there is no log.",
     )
     parser.add_argument(
         "--until",
@@ -240,8 +240,9 @@ def _add_watch(subcommands: Subcommands) -> None:
             *("ended", "trouble", "starting", "training", "slow", "silent", "stalled"),
             *("restarting", "dead", "failed", "stopped", "finished"),
         ),
-        help="exit with 0 once the run is in this state: finished, training, stalled, dead, ..., "
-        "or ended (any end), or trouble (any state but starting, training and finished)",
+        help="exit with 0 once the run is in this state: starting, training, slow, silent, "
+        "stalled, restarting, dead, failed, stopped or finished; ended stands for any end, trouble "
+        "for any state other than starting, training and finished",
     )
     parser.add_argument(
         "--timeout",

@@ -70,7 +70,7 @@ def _numbers(run: Judged) -> Iterable[tuple[str, str]]:
     yield "step", f"{progress.step:,}{_of(progress.steps)}{share}"
     if progress.epoch is not None:
         yield "epoch", f"{progress.epoch:,}{_of(progress.epochs)}"
-    yield "speed", _speed(progress)
+    yield "speed", _speed(progress, is_training=run.verdict.is_training)
     if not run.verdict.has_ended:
         left = progress.left_secs
         yield "time left", "not known" if left is None else duration(left)
@@ -83,9 +83,11 @@ def _of(whole: int | None) -> str:
     return "" if whole is None else f" of {whole:,}"
 
 
-def _speed(progress: Progress) -> str:
+def _speed(progress: Progress, *, is_training: bool) -> str:
     if progress.speed is None:
         return "not known"
+    if not is_training:
+        return f"{progress.speed:.3g} steps/s, when it last trained"
     ratio = progress.relative_speed
     past = ""
     if ratio is not None:
@@ -103,7 +105,7 @@ def _loss(progress: Progress) -> str:
 
 def _answers(run: Judged, now: float) -> Iterable[tuple[str, str]]:
     verdict = run.verdict
-    yield "worker", ", ".join(verdict.where) or "none in particular"
+    yield "worker", ", ".join(verdict.where) or "none stands out"
     since = "not known"
     if verdict.since is not None:
         since = f"{clock_time(verdict.since)} UTC, {ago(now - verdict.since)}"

@@ -130,7 +130,7 @@ def _print(document: Mapping[str, Any]) -> None:
             _time(each["ends_at"] - each["begins_at"]),
             str(each["workers"]),
             f"{each['first_step']} to {each['last_step']}",
-            str(each["lost_steps"]),
+            _lost(each),
             "" if each["exit_code"] is None else str(each["exit_code"]),
             each["end"] or "unknown",
         )
@@ -138,6 +138,13 @@ def _print(document: Mapping[str, Any]) -> None:
     ]
     columns = ("attempt", "started (UTC)", "time", "workers", "steps", "lost", "code", "end")
     tables.say_table("", columns, attempts, right=("attempt", "time", "workers", "lost", "code"))
+
+
+def _lost(attempt: Mapping[str, Any]) -> str:
+    steps = attempt["lost_steps"]
+    if attempt["lost_is_exact"]:
+        return str(steps)
+    return f"at least {steps}" if steps else "not known"
 
 
 def _percent(share: float) -> str:

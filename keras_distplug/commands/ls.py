@@ -98,7 +98,11 @@ def _run_as_json(found: SeenRun, is_resumed: bool) -> dict[str, Any]:
 
 def _print(found: SeenRun, *, is_resumed: bool, is_copy: bool) -> None:
     started = f", started {tables.time(found.record.created_utc)}" if found.record else ""
-    mark = ", resumed by the next start" if is_resumed and found.record else ""
+    mark = ""
+    if is_resumed and found.record:
+        committed = [each for each in found.checkpoints if each.state == "committed"]
+        is_finished = bool(committed) and committed[-1].place.kind == "final"
+        mark = ", finished" if is_finished else ", resumed by the next start"
     title = f"{found.name}{started}{mark}"
     if not found.checkpoints:
         tables.say(f"{title}: no checkpoints")

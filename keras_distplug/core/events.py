@@ -205,7 +205,7 @@ class Preempted(Event):
     Args:
         what: The signal or the cloud's notice.
         where: The worker that received it. Defaults to none.
-        is_user: True if it was ctrl-C. Defaults to False.
+        is_user: True if it was Ctrl-C. Defaults to False.
         step: Step of the newest checkpoint of this `fit`. Defaults to None, no checkpoint.
     """
 
@@ -471,6 +471,9 @@ class Ended(Event):
     exit_code: int
     why: str = ""
 
+
+LAST_WORDS = Finished | Preempted | PeerLost | Raised
+"""Events after which a worker trains no more steps."""
 
 # Lines of a log
 

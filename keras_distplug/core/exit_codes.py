@@ -13,7 +13,7 @@ class ExitCode(enum.IntEnum):
     """Exit codes that say whether to restart the process."""
 
     DO_NOT_RESTART = 93  # it would fail in the same way every time
-    INTERRUPTED = 130  # by ctrl-C: never restarted
+    INTERRUPTED = 130  # by Ctrl-C: never restarted
     PREEMPTED = 143  # preempted after saving a checkpoint: restart it
     HUNG = 200  # no progress, alone or together with its peers: restart it
     PEER_LOST = 201  # another worker is gone: restart all workers

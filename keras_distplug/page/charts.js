@@ -316,6 +316,12 @@ function loss(run) {
 
 const OUTCOMES = { good: "#009e73", running: "#56b4e9", bad: "#d55e00" };
 
+// A killed process has trained further than its log says.
+function lostSteps(attempt) {
+  if (attempt.lost_is_exact) return count(attempt.lost_steps);
+  return attempt.lost_steps ? `at least ${count(attempt.lost_steps)}` : "not known";
+}
+
 function attempts(run) {
   const row = 24;
   const outcome = (each, at) => (each.cause === "finished" ? "good" : each.cause === null && at === run.attempts.length - 1 && !run.status.has_ended ? "running" : "bad");
@@ -336,11 +342,11 @@ function attempts(run) {
   const read = (at, y) => {
     const index = Math.min(Math.max(Math.floor(y / row), 0), shown.length - 1);
     const each = shown[index];
-    return [`attempt ${each.number}: ${text(each, index)}`, `steps ${count(each.first_step)} to ${count(each.last_step)}, ${count(each.lost_steps)} lost`];
+    return [`attempt ${each.number}: ${text(each, index)}`, `steps ${count(each.first_step)} to ${count(each.last_step)}, lost: ${lostSteps(each)}`];
   };
   const rows = [...run.attempts].reverse().map((each, at) => [
     each.number, clockTime(each.begin), duration(each.end - each.begin), each.workers, `${count(each.first_step)} to ${count(each.last_step)}`,
-    count(each.lost_steps), each.exit_code === null ? "" : each.exit_code, each.cause || (at === 0 && !run.status.has_ended ? "running" : "not known"),
+    lostSteps(each), each.exit_code === null ? "" : each.exit_code, each.cause || (at === 0 && !run.status.has_ended ? "running" : "not known"),
   ]);
   const columns = [
     ["attempt", "number"], ["started (UTC)", ""], ["time", "number"], ["workers", "number"], ["steps", "number"],

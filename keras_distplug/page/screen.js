@@ -21,8 +21,10 @@ function heard(status) {
   return element("span", { class: `heard ${status.heard_level}` }, "last heard ", age(status.heard_at));
 }
 
-function speed(progress) {
+function speed(run) {
+  const progress = run.status.progress;
   if (!isKnown(progress.speed)) return card("speed", "not known");
+  if (!run.status.is_training) return card("speed", `${significant(progress.speed, 3)} steps/s`, "when it last trained");
   const ratio = progress.relative_speed;
   const change = isKnown(ratio) && (ratio < 0.95 || ratio > 1.05);
   const past = isKnown(ratio) && (change ? `${Math.round(100 * ratio)} % of usual` : "as usual");
@@ -49,7 +51,7 @@ function cards(run) {
     "dl", { class: "cards" },
     card("step", `${count(progress.step)}${of(progress.steps)}`, done),
     card("epoch", isKnown(progress.epoch) ? `${count(progress.epoch)}${of(progress.epochs)}` : "not known"),
-    speed(progress),
+    speed(run),
     card("time left", left),
     card("loss", significant(progress.loss), validation),
     card("goodput", percent(run.goodput), lately.length ? lately.map(([minutes, share]) => `${minutes} min: ${percent(share)}`).slice(-2).join(", ") : undefined),
@@ -74,7 +76,7 @@ function answers(run) {
       : [`step ${count(newest.step)}, `, age(newest.at), ", committed, not verified"];
   const next = [status.advice, ...(status.command ? [" ", command(status.command)] : [])];
   const rows = [
-    ["worker", [status.where.join(", ") || "none in particular"]],
+    ["worker", [status.where.join(", ") || "none stands out"]],
     ["since", since], ["lost", [status.lost]], ["checkpoint safe", safe],
     ["recovers on its own", [status.recovery]], ["slow", [status.slow]], ["next", next],
   ];

@@ -43,7 +43,7 @@ class PreemptionHandler(Watchdog):
     """Saves a checkpoint and ends training when the process is preempted.
 
     A preemption is announced by a signal (Kubernetes and Slurm send SIGTERM, `sbatch
-    --signal=USR1@120` sends SIGUSR1, ctrl-C sends SIGINT) or by the metadata server of AWS, Google
+    --signal=USR1@120` sends SIGUSR1, Ctrl-C sends SIGINT) or by the metadata server of AWS, Google
     Cloud or Azure, which the callback polls on their machines. Signals are noticed within
     milliseconds, even while training waits for another worker. Whichever worker is notified, all
     workers agree on a step, save after it, and exit with code 143, for which schedulers restart
@@ -57,7 +57,7 @@ class PreemptionHandler(Watchdog):
     ```
 
     - It is one of `defaults()`; adding your own instance replaces that one.
-    - The first ctrl-C saves and raises `KeyboardInterrupt`, after which `keras-distplug run` does
+    - The first Ctrl-C saves and raises `KeyboardInterrupt`, after which `keras-distplug run` does
       not restart the job; the second one exits immediately.
     - With several workers, training also stops for a SIGTERM that TensorFlow receives, such as one
       before `fit`.
@@ -80,7 +80,7 @@ class PreemptionHandler(Watchdog):
         cloud: `True` polls the metadata server of this machine's cloud. Defaults to `True`. **Not
             verified on a machine of any cloud.**
         requeue: `True` requeues a Slurm job with `scontrol requeue` after the checkpoint, except
-            for ctrl-C and `scancel`. The job must allow it (`sbatch --requeue`). A failure is
+            for Ctrl-C and `scancel`. The job must allow it (`sbatch --requeue`). A failure is
             logged, and training ends as without `requeue`. Defaults to `False`. Tested with Slurm
             22.05, with two nodes on one machine.
 
@@ -194,7 +194,7 @@ class PreemptionHandler(Watchdog):
                 self._exit_immediately()
                 return
             announce(
-                "ctrl-C: saving a checkpoint after this batch; press ctrl-C again to exit "
+                "Ctrl-C: saving a checkpoint after this batch; press Ctrl-C again to exit "
                 "immediately"
             )
         at_unix_s = time.time() + self.grace_secs

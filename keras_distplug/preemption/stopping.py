@@ -26,7 +26,7 @@ class Cause:
         what: Kind of notice, such as "SIGTERM" or "AWS spot instance-action terminate".
         worker: Worker that was notified.
         at_unix_s: Time at which the machine goes away, in seconds since 1970.
-        is_user: True for ctrl-C. Defaults to False.
+        is_user: True for Ctrl-C. Defaults to False.
     """
 
     what: str

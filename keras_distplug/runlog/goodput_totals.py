@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from keras_distplug.core.events import (
+    LAST_WORDS,
     Beat,
     Began,
     Ended,
@@ -79,8 +80,8 @@ class Fit:
     def last_step(self) -> int:
         # The last checkpoint of a worker that died may be newer than its last window.
         told = (each.event for each in self.entries)
-        steps = [event.step for event in told if isinstance(event, Window | Saved)]
-        return max(steps, default=self.began.step)
+        steps = [event.step for event in told if isinstance(event, Window | Saved | Beat)]
+        return max((step for step in steps if step is not None), default=self.began.step)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class Attempt:
         first_step: Its first step, in batches since the run started.
         last_step: Its last step.
         lost_steps: Steps that the next attempt had to repeat.
+        lost_is_exact: False if there may be more: the log of a process that was killed ends before
+            its last steps, and only a supervisor knows how far it got.
         end: The reason it ended, for people; None if that is not known.
         exit_code: The exit code of the worker that failed first; None if no supervisor has
             reported one.
@@ -126,6 +129,7 @@ class Attempt:
     first_step: int
     last_step: int
     lost_steps: int
+    lost_is_exact: bool
     end: str | None
     exit_code: int | None
 
@@ -311,6 +315,7 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
             # The log of an attempt that was killed ends before its last steps.
             last_step = max(last_step, began.reached_before or 0)
         failure = _failure(supervised, chief)
+        told_all = isinstance(chief.entries[-1].event, LAST_WORDS)
         found.append(
             Attempt(
                 number=number + 1,
@@ -320,6 +325,7 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
                 first_step=chief.began.step,
                 last_step=last_step,
                 lost_steps=0 if again_from is None else max(0, last_step - again_from),
+                lost_is_exact=again_from is None or began.reached_before is not None or told_all,
                 end=_end_of(group, failure),
                 exit_code=None if failure is None else failure.exit_code,
             )

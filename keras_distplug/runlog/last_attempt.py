@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from keras_distplug.core import step_marker
 from keras_distplug.core.event_lines import from_line
-from keras_distplug.core.events import Began, Entry, Finished, PeerLost, Preempted, Raised, Window
+from keras_distplug.core.events import LAST_WORDS, Began, Entry, Window
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.runlog.log_files import FOLDER, newest
 from keras_distplug.storage import layout
@@ -16,7 +16,6 @@ from keras_distplug.storage.files import Files
 
 _STEM = re.compile(r"\d{8}T\d{6}Z-(?P<worker>.+)-(?P<session>[0-9a-f]{8})")
 _LAST_BYTES = 2**18  # of a file
-_LAST_WORDS = Finished | Preempted | PeerLost | Raised
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def look_back(files: Files, run: str, worker: str) -> Before | None:
             attempts = len({match["session"] for match in stems.values()})
             if (reached := _marked(files, run, stems[last]["session"])) is not None:
                 return Before(attempts, reached, True)
-            return Before(attempts, max(steps), isinstance(entries[-1].event, _LAST_WORDS))
+            return Before(attempts, max(steps), isinstance(entries[-1].event, LAST_WORDS))
     return None
 
 

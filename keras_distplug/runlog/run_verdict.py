@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_distplug.core.events import Entry
+from keras_distplug.core.events import LAST_WORDS, Entry
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals
 from keras_distplug.runlog.goodput_totals import Attempt, Fit, Span
@@ -18,6 +18,7 @@ from keras_distplug.runlog.run_state import ENDED, LEVELS, Clock, Finding, Run, 
 _SLOW = 0.67  # of the usual speed
 _WAITS = 0.2  # a share of time that is worth mentioning
 _LATELY_SECS = 300.0
+_TRAINS = frozenset({State.TRAINING, State.SLOW, State.SILENT})
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Verdict:
         advice: What to do next.
         command: A command line that helps, or None.
         progress: Steps, speed and loss.
+        is_training: Whether steps are being trained now, so that the speed is that of today.
         groups: What went wrong, newest first.
         has_ended: Whether training has ended, and no supervisor restarts it.
         until: When all of this may change without news, in seconds since 1970.
@@ -55,6 +57,7 @@ class Verdict:
     advice: str
     command: str | None
     progress: Progress
+    is_training: bool
     groups: tuple[Group, ...]
     has_ended: bool
     until: float
@@ -110,6 +113,7 @@ def verdict(
         advice=advice,
         command=command,
         progress=made,
+        is_training=finding.state in _TRAINS,
         groups=tuple(groups),
         has_ended=finding.state in ENDED
         and (finding.state in (State.FINISHED, State.FAILED) or not run.is_supervised),
@@ -167,24 +171,32 @@ def _lost(
     redone_s = goodput_totals.totals(spans)[Category.REDONE]
     before = sum(attempt.lost_steps for attempt in attempts)
     restarts = max(len(attempts) - 1, 0)
+    # The log of a process that was killed ends before its last steps.
+    is_exact = all(attempt.lost_is_exact for attempt in attempts)
     past = f"{_count(before, 'step')} in {_count(restarts, 'restart')}"
+    if not is_exact:
+        past = f"at least {past}"
     if redone_s >= 1:
         past += f" ({redone_s:.0f} s trained twice)"
     if run.chief is None:
         return "nothing"
+    has_lost = before > 0 or not is_exact
     if state is State.FINISHED:
-        return past if before else "nothing"
+        return past if has_lost else "nothing"
     step = max(step_of(fit) for fit in run.group)
     saved = 0 if checkpoint is None else int(checkpoint["step"])
     at_risk = _count(max(step - saved, 0), "step")
     if state in ENDED or state is State.RESTARTING:
-        least = "at least " if state is State.DEAD else ""
+        has_told_all = any(isinstance(fit.entries[-1].event, LAST_WORDS) for fit in run.group)
+        earlier = f"; before: {past}" if restarts and has_lost else ""
         if step <= saved:
-            return "nothing since the last checkpoint"
+            lost = "nothing" if has_told_all else f"not known: its log ends at checkpoint {saved}"
+            return f"{lost}{earlier}"
+        least = "" if has_told_all else "at least "
         after = f"since checkpoint {saved}" if checkpoint else "there is no checkpoint"
-        return f"{least}{at_risk} ({after})" + (f"; before: {past}" if restarts and before else "")
+        return f"{least}{at_risk} ({after}){earlier}"
     now = f"{at_risk} not yet saved"
-    return f"{past}; {now}" if before else f"nothing; {now}"
+    return f"{past}; {now}" if has_lost else f"nothing; {now}"
 
 
 def _recovery(finding: Finding, checkpoint: Mapping[str, Any] | None, run: Run) -> str:
@@ -203,7 +215,7 @@ def _recovery(finding: Finding, checkpoint: Mapping[str, Any] | None, run: Run) 
             return f"yes, {start}, once HangWatchdog has ended the hung process"
         return f"yes: the supervisor restarts the workers, {start}"
     if finding.state in ENDED:
-        return f"no: no supervisor. A restart of the same command resumes {start}"
+        return f"no: no supervisor is running. A restart of the same command resumes {start}"
     return f"no: not started by `keras-distplug run`. A restart resumes {start}"
 
 

@@ -189,6 +189,7 @@ def _attempt(attempt: goodput_totals.Attempt) -> dict[str, Any]:
         "first_step": attempt.first_step,
         "last_step": attempt.last_step,
         "lost_steps": attempt.lost_steps,
+        "lost_is_exact": attempt.lost_is_exact,
         "cause": attempt.end,
         "exit_code": attempt.exit_code,
     }

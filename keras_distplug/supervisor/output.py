@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import datetime
 import os
 import re
 import sys
@@ -112,7 +113,6 @@ class Output:
             name: Text(f"[{name}] ", style) for name, style in zip(workers, styles, strict=True)
         }
         self._rendered = {name: self._render(text) for name, text in self._prefixes.items()}
-        self._own_prefix = self._render(Text("[distplug] ", Style(bold=True)))
         self._lock = threading.Lock()
         # With FORCE_COLOR, rich treats a file as a terminal, but a file has no cursor.
         self._live = (
@@ -143,10 +143,12 @@ class Output:
                 self._print(self._rendered[worker] + self._presentable(event.line))
 
     def note(self, text: str) -> None:
-        """Prints a line of the supervisor; drops it if the output is blocked."""
+        """Prints a line of the supervisor, with the time; drops it if the output is blocked."""
         if self._lock.acquire(timeout=_PATIENCE_SECS):
             try:
-                self._print(self._own_prefix + text)
+                now = datetime.datetime.now(datetime.UTC)
+                prefix = Text(f"[distplug {now:%H:%M:%SZ}] ", Style(bold=True))
+                self._print(self._render(prefix) + text)
             finally:
                 self._lock.release()
 

@@ -16,7 +16,7 @@ _MAX_SAME_FAILURES = 2  # consecutive failures of a worker until the others cont
 
 # Exit codes that are final, even if other workers have failed as well.
 _FINAL = {
-    ExitCode.INTERRUPTED: "the user pressed ctrl-C",
+    ExitCode.INTERRUPTED: "the user pressed Ctrl-C",
     ExitCode.DO_NOT_RESTART: "it would fail in the same way",
 }
 

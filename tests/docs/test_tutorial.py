@@ -49,6 +49,7 @@ VARIABLE = (
     # the checkpoint before the last one: a busy machine leaves some out
     (r"^step-\d+ +committed +\d+ +\d+ +0\b(?!.*epochs)", "step-<n>  committed  <n>  <n>  0"),
     (r"\b\d+\.\d s\b", "<time>"),
+    (r"^\[distplug \d\d:\d\d:\d\dZ\]", "[distplug <time>]"),
     (r"TensorBoard \S+ at http://\S+", "TensorBoard <version> at <url>"),
     (r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b", "<date>"),
     (r"\b\d+(?:\.\d+)? KB\b", "<size>"),

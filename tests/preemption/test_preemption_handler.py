@@ -155,7 +155,7 @@ def test_exit_code(tmp_path: Path) -> None:
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """ctrl-C saves, too, and raises KeyboardInterrupt."""
+    """Ctrl-C saves, too, and raises KeyboardInterrupt."""
     expected = fit(tmp_path / "a")
     watched = At(1, 1, fit_by(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -167,7 +167,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_second_ctrl_c(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second ctrl-C does not wait for the current batch."""
+    """The second Ctrl-C does not wait for the current batch."""
     logged = threading.Event()
 
     class WaitForLine(logging.Handler):

@@ -93,7 +93,7 @@ def test_worker_that_was_started_again_alone() -> None:
     ("last", "category"),
     [
         (events.Finished(40, 9, False), C.OTHER),
-        (events.Preempted("ctrl-C", "worker-0", True, 40), C.OTHER),
+        (events.Preempted("Ctrl-C", "worker-0", True, 40), C.OTHER),
         (events.Preempted("SIGTERM", "worker-0", False, 40), C.RECOVERY),
         (events.PeerLost("worker-1"), C.RECOVERY),
     ],

@@ -324,7 +324,7 @@ def test_eight_questions() -> None:
     shown = found.verdict
     assert shown.where == ("worker-1 on node-1",)
     assert shown.since == supervised[1].at
-    assert shown.lost == "nothing since the last checkpoint"
+    assert shown.lost == "not known: its log ends at checkpoint 1000"
     assert found.last_checkpoint is not None
     assert (found.last_checkpoint["step"], found.last_checkpoint["verified"]) == (1000, "sizes")
     assert shown.cause == "worker-1 was killed"

@@ -135,13 +135,13 @@ def test_preemption_notice_of_tensorflow(preemption: Fault, tmp_path: Path) -> N
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """ctrl-C to one worker ends the job with 130, with a checkpoint and without a restart."""
+    """Ctrl-C to one worker ends the job with 130, with a checkpoint and without a restart."""
     fault.write(tmp_path, [fault.preempt(signal.SIGINT, worker=1, at_step=4)])
     ended = run_job([str(SCRIPT), str(tmp_path)], 2, "--max-restarts", "3", timeout_s=200)
     assert ended.returncode == 130, ended.output
     assert fired_faults(tmp_path) == [0]
     assert ENDS.search(ended.output), ended.output
-    assert "not restarted: the user pressed ctrl-C; exit code 130" in ended.output
+    assert "not restarted: the user pressed Ctrl-C; exit code 130" in ended.output
 
 
 def test_preempted_while_another_is_frozen(train: Train) -> None:
@@ -156,7 +156,7 @@ def test_preempted_while_another_is_frozen(train: Train) -> None:
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
-    """The second ctrl-C ends a worker that waits for a frozen chief, which cannot answer."""
+    """The second Ctrl-C ends a worker that waits for a frozen chief, which cannot answer."""
     fault.write(tmp_path, [fault.stop(0, at_step=3), fault.own("twice", 1, at_step=3)])
     ended = run_job([str(SCRIPT), str(tmp_path)], 2, timeout_s=200)
     assert ended.returncode == 130, ended.output

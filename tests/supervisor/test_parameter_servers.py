@@ -250,7 +250,7 @@ sleep()
 
 @pytest.mark.parametrize(
     ("failure", "code", "why"),
-    [("sys.exit(93)", 93, "it would fail in the same way"), ("os._exit(130)", 130, "ctrl-C")],
+    [("sys.exit(93)", 93, "it would fail in the same way"), ("os._exit(130)", 130, "Ctrl-C")],
 )
 def test_worker_that_must_not_restart(start: Start, failure: str, code: int, why: str) -> None:
     """A worker that asks not to be restarted ends the job."""
@@ -429,7 +429,7 @@ complete()
     ("leaving", "code", "reported"),
     [
         ("sys.exit(93)", 93, "not restarted: it would fail in the same way"),
-        ("os._exit(130)", 130, "not restarted: the user pressed ctrl-C"),
+        ("os._exit(130)", 130, "not restarted: the user pressed Ctrl-C"),
         ("os._exit(8)", 8, "gave up after 0 restarts; exit code 8"),
     ],
 )

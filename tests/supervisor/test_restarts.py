@@ -49,13 +49,13 @@ def attempt(
         "done",
         "died",
         "died during a preemption",
-        "ctrl-C",
+        "Ctrl-C",
         "never again",
         "never again, after a death",
     ],
 )
 def test_end(exits: list[Exit], code: int) -> None:
-    """Without restarts left, a failure ends the job; ctrl-C and exit code 93 always end it."""
+    """Without restarts left, a failure ends the job; Ctrl-C and exit code 93 always end it."""
     for failures in (0, 9):
         found = decide([attempt(*exits)], Budgets(failures=failures))
         if failures == 0 or code in (0, 93, 130):
