@@ -58,7 +58,7 @@ from keras_distplug.storage import codec
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.retention import Retention
-from keras_distplug.storage.runs import begin_run
+from keras_distplug.storage.runs import create_run
 from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.storage.stores.local import LocalFiles
 
@@ -174,7 +174,7 @@ class TensorFlowManager:
 
     def __init__(self, model: keras.Model, folder: Path, *, is_async: bool) -> None:
         self._checkpoint = tf.train.Checkpoint(
-            variables=[variable.value for variable in capture.variables_of(model).values()]
+            variables=[variable.value for variable in capture.list_variables(model).values()]
         )
         self._manager = tf.train.CheckpointManager(self._checkpoint, str(folder), max_to_keep=2)
         self._options = tf.train.CheckpointOptions(enable_async=is_async)
@@ -285,7 +285,7 @@ def measure_stall(
             found = host.undisturbed(lambda name=name: one(subjects[name]))
             for what, value in found.items() if number >= 0 else ():
                 taken[name].setdefault(what, []).append(value)
-    mb = sum(v.value.shape.num_elements() * 4 for v in capture.variables_of(model).values()) / MB
+    mb = sum(v.value.shape.num_elements() * 4 for v in capture.list_variables(model).values()) / MB
     return {
         name: {what: spread(values) for what, values in each.items()} | {"mb": mb}
         for name, each in taken.items()
@@ -461,12 +461,12 @@ class Board:
         self._said: dict[str, str] = {}
         self._changed = threading.Condition()
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         with self._changed:
             self._said[topic] = text
             self._changed.notify_all()
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         with self._changed:
             assert self._changed.wait_for(lambda: topic in self._said, timeout_s)
             return self._said[topic]
@@ -501,7 +501,7 @@ def measure_workers(host: Host, rounds: int, folder: Path) -> dict[int, dict[str
 
     def one(count: int) -> float:
         files: Files = RateLimited(folder / uuid.uuid4().hex)
-        store = CheckpointStore(files, begin_run(files, job=None, seed=0).name)
+        store = CheckpointStore(files, create_run(files, job=None, seed=0).name)
         board, attempt = Board(), Writer.new_attempt()
         writers = [Writer(files, store, Team(rank, count, board)) for rank in range(count)]
         with ThreadPoolExecutor(count) as pool:

@@ -67,10 +67,10 @@ MODELS = {
 def shared_folder() -> Iterator[str]:
     """Yields a folder that all workers share and the chief deletes."""
     role = roles.from_environment(os.environ)
-    workers = agreement.among(role)
+    workers = agreement.get_channel(role)
     with ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory()) if role.is_chief else None
-        yield workers.from_chief("folder", made)
+        yield workers.broadcast("folder", made)
         workers.barrier("folder")
 
 

@@ -41,7 +41,7 @@ from rich.table import Table
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.runs import begin_run
+from keras_distplug.storage.runs import create_run
 from keras_distplug.storage.store import CheckpointStore
 
 MB = 10**6
@@ -61,10 +61,10 @@ class Taken:
 class NoExchange:
     """The exchange of a writer that has no other workers."""
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         return
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         raise AssertionError(topic)
 
     def forget(self, topic: str) -> None:
@@ -105,7 +105,7 @@ def arrays(size_mb: float) -> dict[str, np.ndarray]:
 def save(url: str, options: Mapping[str, Any], size_mb: float, file: Path) -> Taken:
     state = TrainState(Cursor(0, 0, 1), arrays(size_mb))
     files = open_files(url, options)
-    run = begin_run(files, job=None, seed=0).name  # connects, too
+    run = create_run(files, job=None, seed=0).name  # connects, too
     writer = Writer(files, CheckpointStore(files, run), Team(0, 1, NoExchange()))
     return measured(lambda: writer.save(state, writer.new_attempt()))
 

@@ -174,7 +174,7 @@ def distributed_fit(
         OtherRunError: If `directory` contains the run of another model, or of other data.
     """
     given: dict[str, Any] = own_arguments.pop(_GIVEN)  # arguments of `fit`
-    resuming = _resuming_of(resuming, own_arguments, given)
+    resuming = _get_resuming(resuming, own_arguments, given)
     versions.check()
     keras_backend.warn_of_distribution()
     peers.watch()
@@ -187,12 +187,12 @@ def distributed_fit(
         require_usable(model, "received as `model`", own_arguments)
     facts = _shared_facts(model, strategy, given)  # joining may reset TensorFlow
     joined = _join(model, strategy, given)
-    role = agreement.role_under(joined.strategy)
+    role = agreement.get_role(joined.strategy)
     if role.world_size > 1:
-        same_start.require_same(agreement.among(role), facts)
+        same_start.require_same(agreement.get_channel(role), facts)
     placement = place(joined.origin, joined.strategy, own_arguments, min_shard_bytes)
     trainer.adapt(placement.model)
-    data = contents.of_given(*map(joined.arguments.get, ("x", "y", "sample_weight")))
+    data = contents.fingerprint_given(*map(joined.arguments.get, ("x", "y", "sample_weight")))
     options = {
         "directory": directory,
         "save_freq": save_freq,
@@ -207,7 +207,7 @@ def distributed_fit(
             history: keras.callbacks.History = train()
     if run.backup.model is None:
         own_fit.warn_of_lost_callbacks(placement.model)
-    placement.hand_back()
+    placement.write_back()
     return history
 
 
@@ -221,11 +221,15 @@ def _shared_facts(
     is_chosen = not isinstance(strategy, str) or (is_model and models.is_placed(model))
     if not is_chosen and roles.from_environment(os.environ).world_size == 1:
         return {}
-    of_model = same_start.of_model(model) if is_model else {}
-    return {**same_start.of_process(), **of_model, **same_start.of_arguments(arguments)}
+    of_model = same_start.describe_compiled_model(model) if is_model else {}
+    return {
+        **same_start.describe_process(),
+        **of_model,
+        **same_start.describe_fit_arguments(arguments),
+    }
 
 
-def _resuming_of(
+def _get_resuming(
     resuming: Resuming, own_arguments: dict[str, Any], given: dict[str, Any]
 ) -> Resuming:
     """Moves the fields of `Resuming` from the arguments of a model's own `fit`."""
@@ -275,7 +279,7 @@ def _join(
         )
     if isinstance(model, keras.Model) and models.is_placed(model):
         own = model.distribute_strategy
-        if strategy in ("auto", startup.name_of(own)) or strategy is own:
+        if strategy in ("auto", startup.get_name(own)) or strategy is own:
             return _Joined(own, model, arguments)
         raise ConfigurationError(
             f"The model {model.name!r} was made inside the scope of {type(own).__name__}, but "
@@ -286,7 +290,7 @@ def _join(
         if startup.needs_fresh_context(strategy):
             return _restart(model, arguments)
         strategy = startup.join(strategy)
-    moves = isinstance(model, keras.Model) and startup.name_of(strategy) != "one_device"
+    moves = isinstance(model, keras.Model) and startup.get_name(strategy) != "one_device"
     origin = Blueprint.of(model, is_revived=False) if moves else model
     return _Joined(strategy, origin, arguments)
 
@@ -323,7 +327,7 @@ def _open_run(
     options: Mapping[str, Any],
 ) -> _OpenRun:
     """Adds the callbacks of `defaults`, and opens the run that they keep."""
-    role = agreement.role_under(model.distribute_strategy)
+    role = agreement.get_role(model.distribute_strategy)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise ConfigurationError(
             "Expected `callbacks` to be a list. Received: a `CallbackList`. Write "
@@ -361,7 +365,7 @@ def _feed(
     if models.has_own_fit(model):
         fit = own_fit.prepare(model, feed.made(x), y, others, is_silent=is_quiet)
         progress.take_over_early(model, run.seed)
-        description = f"what {own_fit.name_of(model)} makes of its arguments"
+        description = f"what {own_fit.get_name(model)} makes of its arguments"
     else:
         fed = feed.feed(
             x,

@@ -203,7 +203,7 @@ def needs_fresh_context(strategy: str) -> bool:
     return choice.name in _OF_CLUSTERS and not _joined and context.is_initialized()
 
 
-def name_of(strategy: tf.distribute.Strategy) -> str:
+def get_name(strategy: tf.distribute.Strategy) -> str:
     """Returns the name of a strategy for `init`, or else the name of its class."""
     if workers.is_multi_worker(strategy):
         return "multi_worker"

@@ -110,12 +110,12 @@ def room(module: str) -> str:
     return parts[0]
 
 
-def name_of(path: Path) -> str:
+def get_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
-MODULES = {name_of(path): path for path in FILES}
+MODULES = {get_name(path): path for path in FILES}
 
 
 def modules_used(path: Path, *, at_import: bool = False) -> set[str]:
@@ -125,7 +125,7 @@ def modules_used(path: Path, *, at_import: bool = False) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_run_one_way(path: Path) -> None:
-    here = room(name_of(path))
+    here = room(get_name(path))
     used = {room(each): each for each in modules_used(path) - {"keras_distplug"}}
     for other in used.keys() - MAY_IMPORT[here] - {here, "backend"}:
         pytest.fail(f"{path.relative_to(PACKAGE)} imports {used[other]}")
@@ -170,7 +170,7 @@ def test_private_names_stay_in_the_backend(path: Path) -> None:
         for name in imports(path)
         if name.startswith(("keras.src", "tensorflow.python", "tensorflow.core"))
     ]
-    if not room(name_of(path)).startswith("backend"):
+    if not room(get_name(path)).startswith("backend"):
         assert not private
     assert not any(name.startswith("unittest") for name in imports(path))
 
@@ -180,10 +180,10 @@ def test_who_may_load_what(path: Path) -> None:
     """What runs beside a training loads no TensorFlow; remote stores alone load fsspec."""
     place = path.relative_to(PACKAGE)
     light = bool({"roles", "notices", "trusted_config.py", "keras_files.py"} & set(place.parts))
-    if light or room(name_of(path)) in WITHOUT_TENSORFLOW:
-        assert not loaded_with(name_of(path)) & {"tensorflow", "keras"}
+    if light or room(get_name(path)) in WITHOUT_TENSORFLOW:
+        assert not loaded_with(get_name(path)) & {"tensorflow", "keras"}
     loaded = {name.partition(".")[0] for name in imports(path)}
-    if room(name_of(path)) == "core":
+    if room(get_name(path)) == "core":
         assert loaded <= sys.stdlib_module_names | {"keras_distplug"}
     if place.parent != Path("storage/stores") or place.name not in REMOTE_STORES:
         assert "fsspec" not in loaded

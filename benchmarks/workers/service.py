@@ -19,8 +19,8 @@ from keras_distplug.cluster import agreement
 TIMES, THREADS, LARGE_BYTES = 1000, 16, 2**23
 
 strategy = kd.init()
-role = agreement.role_under(strategy)
-workers = agreement.among(role)
+role = agreement.get_role(strategy)
+workers = agreement.get_channel(role)
 service = ServiceKeyValues()
 
 

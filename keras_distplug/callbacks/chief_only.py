@@ -78,7 +78,7 @@ def for_role(callback: keras.callbacks.Callback, role: Role) -> keras.callbacks.
     """Returns the callback that a worker with this role should run instead of `callback`."""
     if role.is_chief:
         return callback
-    place = keras_callbacks.place_of(callback)
+    place = keras_callbacks.find_place(callback)
     if place is None:
         return ChiefOnlyPlaceholder(callback)
     given = os.fspath(getattr(callback, place))
@@ -89,7 +89,7 @@ def for_role(callback: keras.callbacks.Callback, role: Role) -> keras.callbacks.
 
 def writes_files(callback: keras.callbacks.Callback) -> bool:
     """True if the callback is one that runs with a scratch folder on other workers."""
-    return keras_callbacks.place_of(callback) is not None
+    return keras_callbacks.find_place(callback) is not None
 
 
 def _name(path: str) -> str:

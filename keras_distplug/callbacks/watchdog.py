@@ -14,7 +14,7 @@ import keras
 
 from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.values import Shown
+from keras_distplug.core.values import ShortRepr
 
 _PASSWORD = re.compile(r"(?<=://)[^/]*:[^/]*@")
 _MOST_CHARACTERS = 80  # per value
@@ -31,7 +31,7 @@ class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
         if (stock := vars(cls).get("set_model")) is not None:
             cls.set_model = _refuse_classes(stock, cls.__name__)
 
-    def stands_aside(self, others: Sequence[keras.callbacks.Callback]) -> bool:
+    def defers_to_other(self, others: Sequence[keras.callbacks.Callback]) -> bool:
         """Removes this callback from the list, and returns True, if another instance of its class
         or of a subclass does the work: one passed by the user, or else the last one."""
         rivals = [each for each in others if isinstance(each, type(self))]
@@ -119,7 +119,7 @@ def _shown(value: Any) -> str:
         value = _PASSWORD.sub("", value.partition("?")[0])
     if isinstance(value, signal.Signals):
         text = value.name
-    elif isinstance(value, Shown):
+    elif isinstance(value, ShortRepr):
         return repr(value)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         inside = ", ".join(map(_shown, value))

@@ -19,7 +19,7 @@ from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
 from keras_distplug.callbacks.watchdog import require_made
 from keras_distplug.checkpoint import capture, exports, opening, same_start, saver
 from keras_distplug.checkpoint import resuming as resuming_
-from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
+from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, get_cadence
 from keras_distplug.checkpoint.candidates import Candidate, Candidates
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.holding import Hold
@@ -160,7 +160,7 @@ class BackupAndRestore(RunKeeper):
         self._local_place = None if self.local is None else self.local.open(self.saving)
         self._files = open_files(backup_dir, storage_options)
         is_near = self._files.traits.is_near
-        self._cadence = cadence_of(save_freq, self.saving.max_overhead, is_near=is_near)
+        self._cadence = get_cadence(save_freq, self.saving.max_overhead, is_near=is_near)
         self._storage_options = dict(storage_options or {})
         self._supervised = Supervised.from_env()
         self._run: runs.Run | None = None
@@ -237,9 +237,9 @@ class BackupAndRestore(RunKeeper):
         """
         strategy = model.distribute_strategy
         saver.wait_for_all()
-        self._role = agreement.role_under(strategy)
+        self._role = agreement.get_role(strategy)
         opening.require_one_model(self._role, strategy)
-        self._agreement = agreement.among(self._role)
+        self._agreement = agreement.get_channel(self._role)
         name = None
         if self._role.is_chief:
             with self.hold.claimed():
@@ -252,7 +252,7 @@ class BackupAndRestore(RunKeeper):
                     is_shared=self.is_shared_directory,
                     world_size=self._role.world_size,
                 ).name
-        self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
+        self._run = runs.read_run(self._files, self._agreement.broadcast("run", name))
         return self._run
 
     def set_model(self, model: keras.Model) -> None:
@@ -260,7 +260,7 @@ class BackupAndRestore(RunKeeper):
         trainer.adapt(model)
         self._others = move_to_end(self)
         require_made(self._others)
-        if self.stands_aside(self._others):
+        if self.defers_to_other(self._others):
             given = [each for each in self._others if isinstance(each, BackupAndRestore)]
             same = [each for each in given if each.defers == self.defers]
             if same:
@@ -270,7 +270,7 @@ class BackupAndRestore(RunKeeper):
                     f"{self._files.where()} and {same[-1]._files.where()}. Remove one of them."
                 )
             return
-        self._is_of_fit = epochs.of_fit() is not None
+        self._is_of_fit = epochs.get_loop() is not None
         self._spared = keras_callbacks.spare_files(self._others)
 
     def set_params(self, params: Mapping[str, Any]) -> None:
@@ -298,7 +298,7 @@ class BackupAndRestore(RunKeeper):
             run.record.seed,
             keeps_copies=self._local is not None,
         )
-        made = exports.architecture_of(self.model) if self._role.is_chief else None
+        made = exports.get_architecture(self.model) if self._role.is_chief else None
         with time_spent(Category.RESTORE):
             is_new = not resuming_.restore_newest(
                 self._state, self._candidates(), self._prepare, self._continue_from
@@ -319,7 +319,7 @@ class BackupAndRestore(RunKeeper):
         )
         if self._local is not None and self._local_place is not None:
             session = Writer.new_attempt() if self._role.is_chief else None
-            session = self._agreement.from_chief("session", session)
+            session = self._agreement.broadcast("session", session)
             writer = self._local.writer(session, self._role.rank, agreement.alone())
             self._local_saves = self._saves_to(writer, self._local_place[1], None)
         self._state.build()
@@ -366,7 +366,7 @@ class BackupAndRestore(RunKeeper):
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._run is None:
-            self._executions.unwant()
+            self._executions.disable_counting()
         else:
             self._state.on_test_begin()
 

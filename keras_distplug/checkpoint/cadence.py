@@ -66,7 +66,7 @@ class Auto:
 Cadence = EveryEpoch | AtEnd | EveryBatches | EverySeconds | Auto
 
 
-def cadence_of(
+def get_cadence(
     save_freq: SaveFreq, max_overhead: float, name: str = "save_freq", *, is_near: bool = True
 ) -> Cadence:
     """Returns the cadence for a user's `save_freq`.
@@ -141,7 +141,7 @@ class Pace:
         self._duration_s = 0.0
         self.skipped = 0
 
-    def first_look(self) -> int | None:
+    def first_check_step(self) -> int | None:
         """Returns the first step after which the workers check; None if only epoch ends matter."""
         match self._cadence:
             case EveryBatches(batches):
@@ -188,7 +188,7 @@ class Pace:
         self._duration_s = duration_s
         self._excess_s = 0.0
 
-    def at_epoch_end(self, step: int, now_s: float, *, is_saving: bool, is_last: bool) -> Plan:
+    def plan_at_epoch_end(self, step: int, now_s: float, *, is_saving: bool, is_last: bool) -> Plan:
         """Returns the plan at an epoch's end. The last epoch is saved even if a save is running."""
         if is_last and not isinstance(self._cadence, AtEnd):
             return self._due(step, now_s, is_saving=False)
@@ -197,7 +197,7 @@ class Pace:
             return self._due(step, now_s, is_saving=is_saving)
         return Plan(save=False, next_look=None)
 
-    def at_look(self, step: int, now_s: float, *, is_saving: bool) -> Plan:
+    def plan_at_check(self, step: int, now_s: float, *, is_saving: bool) -> Plan:
         """Returns the plan at the end of a step after which the workers check."""
         match self._cadence:
             case EveryBatches():

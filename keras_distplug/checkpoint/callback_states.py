@@ -86,7 +86,7 @@ class CallbackStates:
         for name, callback in self._callbacks.items():
             state: dict[str, Any] = {}
             key = f"{PREFIX}{name}"
-            if (known := keras_callbacks.state_of(callback)) is not None:
+            if (known := keras_callbacks.get_callback_state(callback)) is not None:
                 # Keras' callbacks replace their arrays instead of changing them.
                 state["keras"] = Encoder(arrays, np.asarray).encode(known, key)
             if _has_state_methods(callback):

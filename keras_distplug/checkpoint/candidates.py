@@ -72,7 +72,7 @@ class Candidates:
         shared, message = None, None
         if self._is_chief:
             shared, message = self._newest_shared()
-        reply = json.loads(self._agreement.from_chief("checkpoint", message))
+        reply = json.loads(self._agreement.broadcast("checkpoint", message))
         if self._local is not None and not reply["ends"]:
             copy = self._newest_on_all(self._local, newer_than=reply["step"])
             if copy is not None:
@@ -98,7 +98,7 @@ class Candidates:
         elif not isinstance(damage, CorruptCheckpointError):
             raise damage
         elif self._is_chief:
-            self._store.set_aside(found.stored.name, damage)
+            self._store.quarantine(found.stored.name, damage)
 
     def _newest_shared(self) -> tuple[Stored | None, str]:
         """Returns the newest shared checkpoint, and its description for the other workers."""

@@ -14,8 +14,8 @@ import numpy as np
 from keras_distplug.backend.tensorflow.runtime import host_memory, models
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
     Table,
-    value_of,
-    wholes,
+    get_value,
+    merge_parts,
 )
 from keras_distplug.checkpoint import callback_states, external_variables, own_states
 from keras_distplug.core.errors import ModelError
@@ -28,7 +28,7 @@ _PLAIN = ("float16", "float32", "float64", "int32", "int64")
 _LARGE = 2**18  # elements
 
 
-def variables_of(model: keras.Model) -> dict[str, keras.Variable | Table]:
+def list_variables(model: keras.Model) -> dict[str, keras.Variable | Table]:
     """Returns weights, seed generators and optimizer variables of `model` by key, in Keras' order.
     Sharded tables are whole here.
 
@@ -37,7 +37,7 @@ def variables_of(model: keras.Model) -> dict[str, keras.Variable | Table]:
     metrics = {id(variable) for variable in model.metrics_variables}
     named: dict[str, keras.Variable | Table] = {}
     _add(named, "model", (v for v in model.variables if id(v) not in metrics))
-    for name, optimizer in models.optimizers_of(model).items():
+    for name, optimizer in models.list_optimizers(model).items():
         _add(named, name, optimizer.variables)
     return named
 
@@ -45,7 +45,7 @@ def variables_of(model: keras.Model) -> dict[str, keras.Variable | Table]:
 def _add(
     named: dict[str, keras.Variable | Table], group: str, variables: Iterable[keras.Variable]
 ) -> None:
-    for variable in wholes(variables):
+    for variable in merge_parts(variables):
         if variable.synchronization == "on_read":
             continue
         key = f"{group}/{variable.path}"
@@ -56,22 +56,22 @@ def _add(
         named[key] = variable
 
 
-def specs_of(model: keras.Model) -> tuple[VariableSpec, ...]:
+def make_specs(model: keras.Model) -> tuple[VariableSpec, ...]:
     """Returns the specs of the values that `capture` would return."""
     return tuple(
         VariableSpec(key, tuple(variable.shape), str(variable.dtype))
-        for key, variable in variables_of(model).items()
+        for key, variable in list_variables(model).items()
     )
 
 
 def capture(model: keras.Model) -> dict[str, Any]:
-    """Returns the values of everything in `variables_of`, and of Keras' global random state.
+    """Returns the values of everything in `list_variables`, and of Keras' global random state.
 
     They are references: nothing is copied here; TensorFlow copies a variable when it changes.
     """
-    arrays = {key: value_of(variable) for key, variable in variables_of(model).items()}
+    arrays = {key: get_value(variable) for key, variable in list_variables(model).items()}
     if (generator := models.global_seed_generator()) is not None:
-        arrays[_RANDOM] = value_of(generator.state)
+        arrays[_RANDOM] = get_value(generator.state)
     return arrays
 
 
@@ -85,7 +85,7 @@ def comparable(
 ) -> tuple[list[VariableSpec], list[VariableSpec]]:
     """Returns the parts of a checkpoint and of a model that must match. If the script has changed
     the learning rate between a number and a schedule, only one of them has it as a variable."""
-    there, here = list(specs_of_model(stored)), list(specs_of(model))
+    there, here = list(specs_of_model(stored)), list(make_specs(model))
     if any(_is_rate(spec.key) for spec in there) != any(_is_rate(spec.key) for spec in here):
         there, here = ([s for s in each if not _is_rate(s.key)] for each in (there, here))
     return there, here
@@ -108,7 +108,7 @@ def restore(
     """Writes the values from `capture` into `model`.
 
     Args:
-        model: A built model whose `specs_of` match.
+        model: A built model whose `make_specs` match.
         stored: The keys of the checkpoint, in the order of the model they are from: variables are
             matched by position, because Keras numbers names within a process.
         values: Pairs of key and value, in any order.
@@ -116,7 +116,7 @@ def restore(
     Returns:
         The values that do not belong to the model as a whole, by key.
     """
-    keys, here = [key for key in stored if not _is_outside_model(key)], variables_of(model)
+    keys, here = [key for key in stored if not _is_outside_model(key)], list_variables(model)
     if any(map(_is_rate, keys)) != any(map(_is_rate, here)):
         keys = [key for key in keys if not _is_rate(key)]
         here = {key: each for key, each in here.items() if not _is_rate(key)}
@@ -171,17 +171,17 @@ def how_built(
         others: Variables by name outside the model that its optimizers may train.
     """
     return {
-        "model": _json_of(model.get_build_config()),
+        "model": _to_json(model.get_build_config()),
         "layers": {
             place: (scopes, config)
             for place, (scopes, each) in models.build_configs(model, unbuilt).items()
-            if (config := _json_of(each)) is not None
+            if (config := _to_json(each)) is not None
         },
         "optimizers": models.optimizer_targets(model, others),
     }
 
 
-def _json_of(config: Any) -> dict[str, Any] | None:
+def _to_json(config: Any) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] | None = json.loads(json.dumps(config))
     except (TypeError, ValueError):
@@ -226,7 +226,7 @@ def build_optimizers(
     """
     targets = itertools.chain(*how["optimizers"].values())
     places = (place for place in targets if isinstance(place, int))
-    if max(places, default=-1) < len(wholes(model.weights)):
+    if max(places, default=-1) < len(merge_parts(model.weights)):
         models.build_optimizers(model, how["optimizers"], find)
 
 

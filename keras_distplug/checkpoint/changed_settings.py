@@ -81,13 +81,13 @@ class Change:
 def fit_settings() -> Mapping[str, Any]:
     """Describes the arguments of the current call of `fit`; JSON-able."""
     described: dict[str, Any] = {}
-    if (loop := epochs.of_fit()) is not None:
+    if (loop := epochs.get_loop()) is not None:
         described["steps_per_epoch"] = loop.steps_per_epoch
         given = epochs.arguments_of_fit([_VALIDATION]).get(_VALIDATION)
         parts = given if isinstance(given, list | tuple) else (given,)
         if given is None:
             described[_VALIDATION] = "none"
-        elif (known := contents.of_given(*parts[:3]).get(contents.CONTENTS)) is not None:
+        elif (known := contents.fingerprint_given(*parts[:3]).get(contents.CONTENTS)) is not None:
             described[_VALIDATION] = known
     return described
 

@@ -10,16 +10,16 @@ import keras
 from keras_distplug.backend.tensorflow.replicas import compile_config, touched
 from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.checkpoint import changed_settings
-from keras_distplug.checkpoint.layer_settings import of_layers
+from keras_distplug.checkpoint.layer_settings import get_layer_settings
 from keras_distplug.core.errors import OtherRunError
 
 _KEY = "training"  # in `Manifest.how_built`
 _OPTIMIZER = "optimizer"  # the one the model is compiled with
 
 
-def settings_of(model: keras.Model) -> Mapping[str, Any]:
+def get_settings(model: keras.Model) -> Mapping[str, Any]:
     """Returns the settings of a model's training made by the script, for `changed_settings`."""
-    return {"compiled": compile_config.config(model), "layers": of_layers(model)}
+    return {"compiled": compile_config.config(model), "layers": get_layer_settings(model)}
 
 
 def start_settings(how_built: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -42,7 +42,7 @@ class Compilation:
         self._model = model
         self._identity = compile_config.identity(model)
         self._start = {
-            **settings_of(model),
+            **get_settings(model),
             "frozen": compile_config.frozen(model),
             "fit": changed_settings.fit_settings(),
         }

@@ -20,7 +20,7 @@ from keras_distplug.storage.export_file import Export
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.store import Stored
 
-architecture_of = model_export.architecture_of
+get_architecture = model_export.get_architecture
 
 
 def remember(files: Files, run: str, model: Mapping[str, Any] | None, step: int) -> None:
@@ -50,7 +50,7 @@ def export(
     if model is None:
         role = roles.from_environment(os.environ)
     else:
-        role = agreement.role_under(model.distribute_strategy)
+        role = agreement.get_role(model.distribute_strategy)
     if not role.is_chief:
         return
     saver.wait_for_all()

@@ -159,7 +159,7 @@ class FitState:
                     self._validated,
                     self._validated_read,
                     self._validated_with,
-                    is_inspected=trainer.looks_first(self._model),
+                    is_inspected=trainer.inspects_a_batch(self._model),
                 )
             self._drawn = None
 
@@ -340,7 +340,7 @@ class FitState:
                 failure = error
                 who = f"{self._role.name}: " if self._role.world_size > 1 else ""
                 message = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
-            first = self._agreement.first_complaint("restored", message)
+            first = self._agreement.first_error("restored", message)
         if first is None:
             return None
         if failure is None:
@@ -363,7 +363,7 @@ class FitState:
         self._validated_read = manifest.data.get("validation_read", 0)
         self._validated_with = manifest.data.get("validation_variables", ())
         if self._validated:
-            epochs.before_validation(self._model, self._note_drawn)
+            epochs.call_before_validation(self._model, self._note_drawn)
         if self._progress is None or place is None or self._has_other_data:
             if cursor.batch and self._role.is_chief:
                 why = (
@@ -423,13 +423,13 @@ class FitState:
         history.epoch = list(manifest.history_epochs)
 
     def _resume_epoch(
-        self, manifest: Manifest, place_of: progress.Progress, place: Mapping[str, Any]
+        self, manifest: Manifest, following: progress.Progress, place: Mapping[str, Any]
     ) -> None:
         batches = math.inf if manifest.stop_training else manifest.cursor.batch
-        batch = place_of.seek(place, batches)
+        batch = following.seek(place, batches)
         if batch != batches:
             self._batch = int(batch)
-        before, now = place["batch_size"], place_of.data.source.batch_size
+        before, now = place["batch_size"], following.data.source.batch_size
         if before != now and batch != math.inf and self._role.is_chief:
             announce(
                 f"global batches had {before} samples and now have {now}; the epoch continues with "
@@ -488,4 +488,4 @@ class FitState:
     def _restore_draws(self, manifest: Manifest) -> None:
         if self._role.rank < len(manifest.random):
             draws = manifest.random[self._role.rank].get(own_states.DRAWS, {})
-            touched.Touched.of(self._model).draws.go_on_from(draws)
+            touched.Touched.of(self._model).draws.continue_streams(draws)

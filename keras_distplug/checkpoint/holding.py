@@ -14,7 +14,7 @@ from keras_distplug.backend.tensorflow.runtime.callback_list import Calling
 from keras_distplug.cluster import leaving
 from keras_distplug.core.errors import FencedError
 from keras_distplug.core.log import announce
-from keras_distplug.core.threads import in_daemon, within
+from keras_distplug.core.threads import run_in_daemon, within
 from keras_distplug.storage import ownership
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.store import CheckpointStore
@@ -140,7 +140,7 @@ class Hold:
 
         owned.is_training = lambda: False
         if any(each.is_busy for each in saves):
-            in_daemon(release, "keras_distplug-release")
+            run_in_daemon(release, "keras_distplug-release")
         else:
             with contextlib.suppress(TimeoutError):
                 within(_LAST_SECS, lambda: owned.release(uses), "keras_distplug-release")

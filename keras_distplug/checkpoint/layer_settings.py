@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_distplug.backend.tensorflow.runtime.models import layers_of
+from keras_distplug.backend.tensorflow.runtime.models import list_layers
 
 Setting = bool | int | float | str
 # Names contain a per-process count; seeds and the trainable state are compared elsewhere.
@@ -17,22 +17,22 @@ _NOT_COMPARED = frozenset(("name", "seed", "trainable", "dtype", "filepath"))
 _UNDECIDED = -1  # replaced when the layer is built
 
 
-def of_layers(model: keras.Model) -> dict[str, dict[str, Setting]]:
+def get_layer_settings(model: keras.Model) -> dict[str, dict[str, Setting]]:
     """Returns the settings of Keras' own layers, by place and class.
 
     They are read from attributes. A config would copy constants, serialize code, and contain names
     with a per-process count.
     """
     # A `Sequential` gets an input layer when it is built.
-    layers = [each for each in layers_of(model) if not isinstance(each, keras.layers.InputLayer)]
+    layers = [each for each in list_layers(model) if not isinstance(each, keras.layers.InputLayer)]
     return {
-        f"layer {number} ({type(layer).__name__})": _settings_of(layer)
+        f"layer {number} ({type(layer).__name__})": _get_settings(layer)
         for number, layer in enumerate(layers, 1)
         if type(layer).__module__.partition(".")[0] == "keras"
     }
 
 
-def _settings_of(layer: keras.Layer) -> dict[str, Setting]:
+def _get_settings(layer: keras.Layer) -> dict[str, Setting]:
     kind: Any = type(layer)
     held = vars(layer)
     found = {name: _plain(held[name]) for name in _arguments(kind) if name in held}

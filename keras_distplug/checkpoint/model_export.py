@@ -17,7 +17,7 @@ from keras_distplug.checkpoint import capture
 from keras_distplug.checkpoint.imported_names import ImportedNames
 from keras_distplug.checkpoint.trusted_config import (
     EXPORT_INSTEAD,
-    elements_of,
+    list_elements,
     not_rebuilt,
     require_trusted,
 )
@@ -30,7 +30,7 @@ _SHARED = "shared_object_id"
 _VALUES_OF_METRICS = 2**28  # largest size of metrics and other variables outside a checkpoint
 
 
-def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
+def get_architecture(model: keras.Model) -> Mapping[str, Any] | None:
     """Returns the JSON-able input of `save_rebuilt`; None if Keras cannot serialize `model`."""
     try:
         with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def save_rebuilt(
     """Builds a model from its architecture, fills it from a checkpoint, and saves it.
 
     Args:
-        architecture: The result of `architecture_of`.
+        architecture: The result of `get_architecture`.
         manifest: The checkpoint's manifest.
         values: Reads the checkpoint's values.
         path: The file to write; ends with `.keras` or `.weights.h5`.
@@ -82,7 +82,7 @@ def rebuilt(
     """Builds a model from its architecture, and fills it from a checkpoint.
 
     Args:
-        architecture: The result of `architecture_of`.
+        architecture: The result of `get_architecture`.
         manifest: The checkpoint's manifest.
         values: Reads the checkpoint's values.
 
@@ -125,7 +125,7 @@ def save_through(model: keras.Model, manifest: Manifest, values: Values, path: P
 def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model:
     # Without `build_config`, with which Keras gives other names than in a first call.
     config = {name: value for name, value in architecture.items() if name != "build_config"}
-    elements = elements_of(manifest)
+    elements = list_elements(manifest)
     try:
         require_trusted(architecture, elements, ImportedNames())
         with models.variables_limited(2 * elements + _VALUES_OF_METRICS):
@@ -145,7 +145,7 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
 
 def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bool) -> None:
     stored = capture.specs_of_model(manifest.variables)
-    difference = first_difference(stored, capture.specs_of(model), by_path=by_path)
+    difference = first_difference(stored, capture.make_specs(model), by_path=by_path)
     if difference is not None:
         raise OtherRunError(
             "The checkpoint does not fit the model. First difference: "

@@ -52,7 +52,7 @@ def note_finished(files: Files, run: runs.Run, has_trained: bool, is_deleted: bo
 
 def run_of_model(files: Files, model: keras.Model, data: Mapping[str, str], **how: Any) -> runs.Run:
     """Calls `find_or_start_run` with the identity and settings of a model and its data."""
-    identity, settings = same_run.identity_of(model, data), compilation.settings_of(model)
+    identity, settings = same_run.compute_identity(model, data), compilation.get_settings(model)
     return find_or_start_run(files, identity, settings=settings, **how)
 
 
@@ -79,7 +79,7 @@ def find_or_start_run(
         job: The job of the supervisor that started this process, if any.
         is_shared: True if the directory may hold runs of other models and data, so that a new run
             starts after a finished one of these.
-        settings: The model's settings, from `compilation.settings_of`.
+        settings: The model's settings, from `compilation.get_settings`.
         world_size: The number of workers.
     """
     opening = _Opening(files, identity, job, is_shared, settings, world_size)
@@ -88,7 +88,7 @@ def find_or_start_run(
         return _next(opening, before, resume=resume)
     try:
         newest = runs.newest_run(files)
-        sequence = runs.sequence_of(files, newest) if newest else {}
+        sequence = runs.get_sequence(files, newest) if newest else {}
     except CorruptCheckpointError:
         if resume:
             raise
@@ -220,7 +220,7 @@ class _Opening:
         draws = random.Random()
         draws.setstate(random.getstate())
         seed = draws.randrange(2**31)
-        return runs.begin_run(
+        return runs.create_run(
             self.files, job=self.job, seed=seed, after=after, identity=self.identity
         )
 
@@ -232,7 +232,7 @@ def _is_known(files: Files, before: Finished) -> bool:
 
 def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
     files = opening.files
-    sequence = runs.sequence_of(files, before.run)
+    sequence = runs.get_sequence(files, before.run)
     place = before.run.record.place + 1
     # The number of a deleted run is reused for the next one.
     if place not in sequence or not (resume or _has_job(sequence[place], opening.job)):

@@ -61,7 +61,7 @@ def capture(
     if world_size == 1:
         return OwnStates(_by_replica(names, of_all), (random,))
     message = json.dumps(random)
-    ask = agreement.gather if random_for_all else agreement.to_chief
+    ask = agreement.gather if random_for_all else agreement.gather_on_chief
     gathered = ask("random", message) or []
     return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, gathered)))
 

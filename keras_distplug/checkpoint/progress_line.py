@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from keras_distplug.core.log import announce, is_heard
+from keras_distplug.core.log import announce, is_log_enabled
 from keras_distplug.storage.meter import Meter
 
 AFTER_SECS = 1.0
@@ -30,7 +30,7 @@ def show_progress(what: str, meter: Meter, *, is_shown: bool) -> Iterator[None]:
         meter: Counts the work done by the body, or by a thread that it waits for.
         is_shown: False on workers other than the chief.
     """
-    if not is_shown or not is_heard():
+    if not is_shown or not is_log_enabled():
         yield
         return
     over = threading.Event()

@@ -59,7 +59,7 @@ def find(
             seen[id(value)] = value, name, owner
             queue.append(value)
 
-    def path_of(value: Any) -> str:
+    def describe_path(value: Any) -> str:
         names, number = [], id(value)
         while number:
             _, name, number = seen[number]
@@ -72,7 +72,7 @@ def find(
         value = queue.popleft()
         if _is_variable(value):
             if is_wanted(value):
-                found[path_of(value)] = value
+                found[describe_path(value)] = value
             if issubclass(type(value), keras.Variable):
                 seen.setdefault(id(value._value), (value._value, "", id(value)))
             continue

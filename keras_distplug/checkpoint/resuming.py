@@ -18,7 +18,7 @@ from keras_distplug.core.errors import CheckpointError, ConfigurationError
 from keras_distplug.core.events import Restored
 from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
-from keras_distplug.runlog.last_attempt import look_back
+from keras_distplug.runlog.last_attempt import find_earlier_attempts
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.runs import Run
 
@@ -106,7 +106,7 @@ def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
     Raises:
         ConfigurationError: If `fit` was given a `CallbackList`.
     """
-    is_fit = epochs.of_fit() is not None
+    is_fit = epochs.get_loop() is not None
     if is_fit and not made_in_fit:
         raise ConfigurationError(
             "Expected `callbacks` to be a list. Received: a `CallbackList` that was created "
@@ -164,7 +164,7 @@ def new_run_message(files: Files, run: str, chief: str) -> str:
     """
     where = files.where(run)
     try:
-        before = look_back(files, run, chief)
+        before = find_earlier_attempts(files, run, chief)
     except (CheckpointError, OSError):
         before = None  # training does not need the log
     if before is None:
@@ -179,7 +179,7 @@ def new_run_message(files: Files, run: str, chief: str) -> str:
 def _describe_attempts(files: Files, run: str, chief: str, step: int) -> str:
     """Returns the number of attempts and the lost steps as text; empty if there is no log."""
     try:
-        before = look_back(files, run, chief)
+        before = find_earlier_attempts(files, run, chief)
     except (CheckpointError, OSError) as error:
         # Training does not need the log.
         return f" (number of attempts unknown: {error})"

@@ -99,7 +99,7 @@ def compare(
             verdict = _IS_OTHER
     except OtherRunError as error:
         verdict = str(error)
-    verdict = agreement.first_complaint("data", verdict)
+    verdict = agreement.first_error("data", verdict)
     if verdict not in (None, _IS_OTHER):
         raise OtherRunError(verdict)
     if verdict is not None or ends:
@@ -117,7 +117,7 @@ def use_chiefs_seeds(source: Source, agreement: Channel) -> None:
     """Lets all workers use the chief's shuffling orders, of which every worker takes its part. All
     workers must call this together."""
     own = source.fingerprint().get(SEEDS)
-    chiefs = json.loads(agreement.from_chief("seeds", json.dumps(own)))
+    chiefs = json.loads(agreement.broadcast("seeds", json.dumps(own)))
     if chiefs is not None and chiefs != own:
         source.use_seeds(chiefs)
 

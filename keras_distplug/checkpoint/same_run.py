@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.runtime.models import list_layers, list_optimizers
 from keras_distplug.checkpoint import capture
 from keras_distplug.core.errors import OtherRunError
 from keras_distplug.data.contents import CONTENTS
@@ -21,13 +21,14 @@ from keras_distplug.storage.manifest import Manifest
 def describe_model(model: keras.Model) -> dict[str, Any]:
     """Returns the classes of the model's layers and optimizers; JSON-able."""
     layers = {
-        f"layer {number}": type(layer).__name__ for number, layer in enumerate(layers_of(model), 1)
+        f"layer {number}": type(layer).__name__
+        for number, layer in enumerate(list_layers(model), 1)
     }
-    optimizers = {name: type(each).__name__ for name, each in optimizers_of(model).items()}
+    optimizers = {name: type(each).__name__ for name, each in list_optimizers(model).items()}
     return {**layers, **optimizers}
 
 
-def identity_of(model: keras.Model, data: Mapping[str, str]) -> runs.Identity:
+def compute_identity(model: keras.Model, data: Mapping[str, str]) -> runs.Identity:
     """Returns the identity of what a `fit` trains.
 
     Args:

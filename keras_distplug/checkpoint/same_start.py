@@ -57,15 +57,15 @@ _MOST_SHOWN, _MOST_CHARS = 3, 200
 def watch() -> None:
     """Compares the workers before every multi-worker `fit`, before it makes variables."""
     trainer.install_dispatch()
-    trainer.before_building(require_same_fit)
+    trainer.call_before_building(require_same_fit)
 
 
-def of_model(model: keras.Model) -> Facts:
+def describe_compiled_model(model: keras.Model) -> Facts:
     """Describes a model and how it is compiled."""
     weights = model.weights if model.built else ()
     return {
         **{name: str(kind) for name, kind in same_run.describe_model(model).items()},
-        **changed_settings.as_texts(compilation.settings_of(model)),
+        **changed_settings.as_texts(compilation.get_settings(model)),
         **{
             f"weight {number} ({_COUNTED.sub('', weight.name)})": str(tuple(weight.shape))
             for number, weight in enumerate(weights, 1)
@@ -73,7 +73,7 @@ def of_model(model: keras.Model) -> Facts:
     }
 
 
-def of_arguments(arguments: Mapping[str, Any]) -> Facts:
+def describe_fit_arguments(arguments: Mapping[str, Any]) -> Facts:
     """Describes the arguments of `fit`, except the data."""
     has_validation = arguments.get(_VALIDATION) is not None
     return {
@@ -82,7 +82,7 @@ def of_arguments(arguments: Mapping[str, Any]) -> Facts:
     }
 
 
-def of_process() -> Facts:
+def describe_process() -> Facts:
     """Describes the process."""
     return {
         **versions.installed(),
@@ -93,11 +93,11 @@ def of_process() -> Facts:
 
 def of_fit() -> Facts:
     """Describes the arguments of the current `fit`, including the data."""
-    loop = epochs.of_fit()
+    loop = epochs.get_loop()
     if loop is None:
         return {}
     given = epochs.arguments_of_fit((*_ARGUMENTS, _VALIDATION))
-    facts = dict(of_arguments(given))
+    facts = dict(describe_fit_arguments(given))
     validation = given.get(_VALIDATION)
     if isinstance(validation, tf.data.Dataset | tuple | list) and not is_own_part(validation):
         known = changed_settings.fit_settings().get(_VALIDATION, _NONE)
@@ -129,10 +129,10 @@ def require_same_fit(model: keras.Model) -> None:
     listed = getattr(callbacks, "callbacks", callbacks)
     if not any(isinstance(each, RunKeeper) for each in keras.tree.flatten(listed)):
         return
-    role = agreement.role_under(model.distribute_strategy)
+    role = agreement.get_role(model.distribute_strategy)
     if role.world_size > 1:
-        facts = {**of_process(), **of_model(model), **of_fit()}
-        require_same(agreement.among(role), facts)
+        facts = {**describe_process(), **describe_compiled_model(model), **of_fit()}
+        require_same(agreement.get_channel(role), facts)
 
 
 def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = time.time) -> None:
@@ -148,7 +148,7 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
     """
     role = channel.role
     message = json.dumps({"facts": facts, "at": clock()}) if role.is_chief else None
-    chiefs = json.loads(channel.from_chief("start", message))
+    chiefs = json.loads(channel.broadcast("start", message))
     late_secs = chiefs["at"] - clock()
     differences = list(_differences(chiefs["facts"], facts))
     replies = channel.gather("start", json.dumps([differences, late_secs, clock()]))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from keras_distplug.core.errors import SaveError
-from keras_distplug.core.threads import before_threads_end
+from keras_distplug.core.threads import call_before_threads_end
 
 # A tenth of the CPU weight of a training thread: on idle processors this costs a save nothing, and
 # on busy ones it still makes progress.
@@ -143,7 +143,7 @@ def wait_for_all() -> None:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    before_threads_end(_wait_and_report)
+    call_before_threads_end(_wait_and_report)
 
 
 def _wait_and_report() -> None:

@@ -75,10 +75,10 @@ class Saves:
         self._on_saved = on_saved
         self._what = "local checkpoint" if self._is_local else "checkpoint"
         self._saver = Saver()
-        self._attempts = agreement.from_chief("saves", Writer.new_attempt() if is_chief else None)
+        self._attempts = agreement.broadcast("saves", Writer.new_attempt() if is_chief else None)
         self._number = 0
         self.saved_step: int | None = None  # of the newest complete checkpoint
-        self._next_look = pace.first_look()
+        self._next_look = pace.first_check_step()
         self._stall_s = 0.0
         self._bytes = 0  # size of the newest
         self._failures: list[Exception] = []  # consecutive ones
@@ -112,7 +112,7 @@ class Saves:
             return
         plan = self._agree(
             lambda: (
-                self._pace.at_look(step, time.monotonic(), is_saving=self._saver.is_busy)
+                self._pace.plan_at_check(step, time.monotonic(), is_saving=self._saver.is_busy)
                 if is_sound
                 else Plan(save=False, next_look=step + 1)
             )
@@ -125,7 +125,7 @@ class Saves:
         """Does the same as `look`, at the end of an epoch."""
         self._handle_finished()
         plan = self._agree(
-            lambda: self._pace.at_epoch_end(
+            lambda: self._pace.plan_at_epoch_end(
                 step, time.monotonic(), is_saving=self._saver.is_busy, is_last=is_last
             )
         )
@@ -143,7 +143,7 @@ class Saves:
 
         def write() -> None:
             self._writer.save(taken, attempt)
-            self._bytes = codec.bytes_of(codec.specs_of(taken.arrays))
+            self._bytes = codec.count_bytes(codec.make_specs(taken.arrays))
             self._on_saved(taken.cursor.step)
 
         self._saver.start(taken.cursor.step, write)
@@ -185,7 +185,7 @@ class Saves:
             failed = self._wait_until(end_s)
             if failed is None and self.saved_step != step:
                 failed = str(self._failures[-1])
-            why = self._agreement.first_complaint("last saved", failed)
+            why = self._agreement.first_error("last saved", failed)
         if why is not None and self._is_chief:
             announce(f"no {self._what} of step {step} was made: {why}")
 
@@ -244,7 +244,7 @@ class Saves:
             failed = str(self._failures[-1]) if too_many else None
             fenced = next((str(e) for e in self._failures if isinstance(e, FencedError)), None)
             message = json.dumps({"failed": failed, "fenced": fenced, "plan": asdict(plan())})
-        reply = json.loads(self._agreement.from_chief("save", message))
+        reply = json.loads(self._agreement.broadcast("save", message))
         if reply["fenced"] is not None:
             self._end_fenced(FencedError(reply["fenced"]))
         if reply["failed"] is not None:

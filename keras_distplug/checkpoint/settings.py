@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
-from keras_distplug.checkpoint.cadence import Cadence, SaveFreq, cadence_of
+from keras_distplug.checkpoint.cadence import Cadence, SaveFreq, get_cadence
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.values import Shown
+from keras_distplug.core.values import ShortRepr
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.retention import Mode, Retention, require_count
 
 
 @dataclass(frozen=True, repr=False)
-class Saving(Shown):
+class Saving(ShortRepr):
     """How much saves may cost, and what happens if one is late or fails.
 
     Example:
@@ -54,7 +54,7 @@ class Saving(Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class Resuming(Shown):
+class Resuming(ShortRepr):
     """Settings for resuming: the allowed changes of the script, and the start of a new run.
 
     Example:
@@ -110,7 +110,7 @@ class Resuming(Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class LocalCheckpoints(Shown):
+class LocalCheckpoints(ShortRepr):
     """Checkpoints on the workers' own machines, in addition to those in `backup_dir`.
 
     Every worker writes the whole state to its machine and keeps two copies of it, three while it
@@ -143,12 +143,12 @@ class LocalCheckpoints(Shown):
                 "Expected `local_tier` to be a folder on every worker's own machine, such as "
                 f"/dev/shm/mnist. Received: {os.fspath(self.local_tier)!r}"
             )
-        cadence_of(self.local_freq, Saving.max_overhead, "local_freq")
+        get_cadence(self.local_freq, Saving.max_overhead, "local_freq")
         object.__setattr__(self, "local_tier", os.fspath(self.local_tier))
 
     def open(self, saving: Saving) -> tuple[Files, Cadence]:
         """Returns the folder of local checkpoints, and their cadence."""
-        cadence = cadence_of(self.local_freq, saving.max_overhead, "local_freq")
+        cadence = get_cadence(self.local_freq, saving.max_overhead, "local_freq")
         return open_files(self.local_tier), cadence
 
 

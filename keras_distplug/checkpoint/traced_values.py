@@ -84,7 +84,7 @@ class TracedValues:
             self._tracing += 1
             if self._tracing == 1:
                 stored = self._touched.stored.get(step, {})
-                self._as_stored.enter_context(self._changes.with_small_values(stored))
+                self._as_stored.enter_context(self._changes.replace_small_values(stored))
                 self._touched.at_trace[step] = self._changes.small_values()
         try:
             yield

@@ -123,7 +123,7 @@ def require_trusted(config: Any, elements: int, names: Names) -> None:
     Raises:
         ModelError: If an entry is not allowed, or too large for the arrays.
     """
-    _Check(elements, names).look_at(config, "model", 0)
+    _Check(elements, names).check_entry(config, "model", 0)
 
 
 def require_trusted_before_imports(
@@ -146,12 +146,12 @@ def require_trusted_before_imports(
         return
     names = NamesBeforeImports(files, bool(modules) or "keras" in sys.modules)
     try:
-        require_trusted(config, elements_of(manifest), names)
+        require_trusted(config, list_elements(manifest), names)
     except ModelError as error:
         raise not_rebuilt(error) from error
 
 
-def elements_of(manifest: Manifest) -> int:
+def list_elements(manifest: Manifest) -> int:
     """Returns the total number of values in the arrays of a checkpoint."""
     return sum(math.prod(each.shape) for each in manifest.variables)
 
@@ -171,7 +171,7 @@ class _Check:
     elements: int
     names: Names
 
-    def look_at(self, config: Any, where: str, depth: int, of: str | None = None) -> None:
+    def check_entry(self, config: Any, where: str, depth: int, of: str | None = None) -> None:
         """Checks an entry and the entries in it.
 
         Args:
@@ -190,7 +190,7 @@ class _Check:
                 arguments_of = config["class_name"]
         for key, value in _parts(config):
             place = f"{where}/{_shown_key(key)}"
-            self.look_at(value, place, depth + 1, arguments_of if key == "config" else None)
+            self.check_entry(value, place, depth + 1, arguments_of if key == "config" else None)
             if isinstance(key, str):
                 self._require_argument(key, value, place, of)
 

@@ -59,19 +59,19 @@ def load(
     files = open_files(directory, storage_options)
     chosen = None
     if agreement.role.is_chief:
-        run = survey.the_run(files, None)
+        run = survey.find_run(files, None)
         chosen = json.dumps([run.name, survey.choose(files, run, None).name])
-    run_name, name = json.loads(agreement.from_chief("init_from", chosen))
+    run_name, name = json.loads(agreement.broadcast("init_from", chosen))
     stored = CheckpointStore(files, run_name).read(name)
     where = f"{files.where(run_name)}, checkpoint {name}"
     if with_optimizer:
         capture.build_optimizer(model)
     variables = {
         key: variable
-        for key, variable in capture.variables_of(model).items()
+        for key, variable in capture.list_variables(model).items()
         if not key.endswith(_SCRIPTS) and (with_optimizer or key.startswith(_MODEL))
     }
-    specs = {spec.key: spec for spec in capture.specs_of(model) if spec.key in variables}
+    specs = {spec.key: spec for spec in capture.make_specs(model) if spec.key in variables}
     matches = dict(_matched(list(stored.manifest.variables), list(specs.values())))
     if not matches:
         raise OtherRunError(
@@ -108,7 +108,7 @@ def _matched(
 
 
 def _by_name(specs: Sequence[VariableSpec]) -> dict[tuple[Any, ...], list[str]]:
-    firsts = {_first_of(spec.key) for spec in specs if spec.key.startswith(_MODEL)}
+    firsts = {_get_first(spec.key) for spec in specs if spec.key.startswith(_MODEL)}
     prefix = f"{_MODEL}{firsts.pop()}/" if len(firsts) == 1 else ""
     found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for spec in specs:
@@ -119,5 +119,5 @@ def _by_name(specs: Sequence[VariableSpec]) -> dict[tuple[Any, ...], list[str]]:
     return found
 
 
-def _first_of(key: str) -> str:
+def _get_first(key: str) -> str:
     return manifest.uncounted(key).split("/")[1]

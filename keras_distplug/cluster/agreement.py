@@ -9,18 +9,18 @@ from keras_distplug.cluster.roles import Role, single_process
 from keras_distplug.core.errors import AgreementError
 
 
-def role_under(strategy: Any) -> Role:
+def get_role(strategy: Any) -> Role:
     """Returns this process's role under `strategy`, a `tf.distribute.Strategy`."""
     from keras_distplug.backend.tensorflow.runtime import workers  # loads TensorFlow
 
     if not workers.is_multi_worker(strategy) and not workers.is_scheduled(strategy):
         return single_process()
-    resolver = workers.resolver_of(strategy)
+    resolver = workers.get_resolver(strategy)
     cluster = {job: tuple(tasks) for job, tasks in resolver.cluster_spec().as_dict().items()}
     return Role(resolver.task_type, resolver.task_id, cluster, source="the strategy")
 
 
-def among(role: Role) -> Channel:
+def get_channel(role: Role) -> Channel:
     """Returns the channel between the workers of `role`'s cluster."""
     if role.world_size == 1:
         return Channel(role, _NoPeers())
@@ -33,7 +33,7 @@ def among(role: Role) -> Channel:
 
 def alone() -> Channel:
     """Returns the channel of a single process, which agrees with itself."""
-    return among(single_process())
+    return get_channel(single_process())
 
 
 class _NoPeers:

@@ -40,8 +40,8 @@ class KeyValues(Protocol):
 class Channel:
     """Messages between the workers of one run.
 
-    All workers must call `from_chief`, `to_chief`, `gather`, `first_complaint`, `barrier` and
-    `session` for the same topics in the same order. `tell`, `hear` and `forget` have no order:
+    All workers must call `broadcast`, `gather_on_chief`, `gather`, `first_error`, `barrier` and
+    `session` for the same topics in the same order. `send`, `receive` and `forget` have no order:
     their topics belong to this channel, and a topic is used once.
 
     Every method raises AgreementError if the other workers cannot be reached. Its cause is a
@@ -67,17 +67,17 @@ class Channel:
     def session(self, topic: str) -> Channel:
         """Returns a channel whose messages no other session sees, such as an earlier `fit`."""
         name = uuid.uuid4().hex if self.role.is_chief else None
-        return self.below(self.from_chief(topic, name))
+        return self.below(self.broadcast(topic, name))
 
     def below(self, topic: str) -> Channel:
         """Returns a channel for the topics below `topic`."""
         return Channel(self.role, self._store, f"{self._scope}{topic}/", self._timeout_s)
 
-    def from_chief(self, topic: str, value: str | None) -> str:
+    def broadcast(self, topic: str, value: str | None) -> str:
         """Returns the chief's `value` on all workers. Other workers pass None, and wait."""
         return self._from_chief(self._next_key(topic), topic, value)
 
-    def to_chief(self, topic: str, value: str) -> list[str] | None:
+    def gather_on_chief(self, topic: str, value: str) -> list[str] | None:
         """Returns the values of all workers on the chief, by rank, and None elsewhere, immediately.
 
         Cheaper than `gather`, which sends all values to every worker.
@@ -103,7 +103,7 @@ class Channel:
         values: list[str] = json.loads(self._answered(topic, value, json.dumps))
         return values
 
-    def first_complaint(self, topic: str, complaint: str | None) -> str | None:
+    def first_error(self, topic: str, complaint: str | None) -> str | None:
         """Returns the complaint of the first worker that has one, on all workers.
 
         Returns None once all workers have passed None.
@@ -121,15 +121,15 @@ class Channel:
         with self._explained(f"all workers at {topic!r}", timeout_s):
             self._store.barrier(self._next_key(topic), timeout_s)
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         """Sends `text` to all other workers. A topic is used once."""
         self._put(self._told(topic), self._scope + topic, text)
 
-    def tell_first(self, topic: str, text: str) -> bool:
+    def send_once(self, topic: str, text: str) -> bool:
         """Sends `text`, unless a worker has used `topic` before: then it returns False."""
         return self._put_first(self._told(topic), self._scope + topic, text)
 
-    def hear(self, topic: str, timeout_s: float | None) -> str:
+    def receive(self, topic: str, timeout_s: float | None) -> str:
         """Waits for a message. With None, waits without limit, even if a worker is lost."""
         awaited = f"{self._scope + topic!r} from another worker"
         with self._explained(awaited, timeout_s):
@@ -141,7 +141,7 @@ class Channel:
 
     def _answered(self, topic: str, value: str, answer: Callable[[list[str]], str]) -> str:
         # Only the chief reads all values. Otherwise, traffic would grow with the square of workers.
-        said = self.to_chief(topic, value)
+        said = self.gather_on_chief(topic, value)
         key = self._next_key(topic)
         return self._from_chief(key, topic, None if said is None else answer(said))
 

@@ -47,7 +47,7 @@ _MARK = "_distplug_hook"
 class _Ending:
     """The end of this process."""
 
-    peer_is_lost = False
+    has_lost_peer = False
     code: int | None = None  # None until it is known
     callers: FrameType | None = None
     consulted: ClassVar[set[Callable[[Exception], int | None]]] = set()
@@ -60,9 +60,9 @@ def prepare() -> None:
         _hear_of_errors()
 
 
-def consult(code_of: Callable[[Exception], int | None]) -> None:
+def consult(code_of_error: Callable[[Exception], int | None]) -> None:
     """Registers a function that returns the exit code after other errors, or None for Python's."""
-    _Ending.consulted.add(code_of)
+    _Ending.consulted.add(code_of_error)
 
 
 def is_started_by_others(environ: Mapping[str, str]) -> bool:
@@ -75,7 +75,7 @@ def is_started_by_others(environ: Mapping[str, str]) -> bool:
         return True  # variables are set, but cannot be read
 
 
-def with_code(code: int) -> None:
+def set_exit_code(code: int) -> None:
     """Sets the exit code. Call it before a `SystemExit` with this code on all workers."""
     _Ending.code = code
     # Keeps the callers' objects alive: TensorFlow may take up to a minute to end an iterator
@@ -83,9 +83,9 @@ def with_code(code: int) -> None:
     _Ending.callers = sys._getframe(1)
 
 
-def peer_is_lost() -> None:
+def note_lost_peer() -> None:
     """Notes the loss of a worker. Call it before the `PeerLostError` is raised."""
-    _Ending.peer_is_lost = True
+    _Ending.has_lost_peer = True
     _hear_of_errors()
 
 
@@ -159,7 +159,7 @@ def _leave() -> None:
     if _Ending.code is not None:
         logging.shutdown()
         _exit(_Ending.code)
-    if _Ending.peer_is_lost and hasattr(signal, "setitimer"):
+    if _Ending.has_lost_peer and hasattr(signal, "setitimer"):
         # The kernel enforces this limit even when no Python thread runs.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _END_S)

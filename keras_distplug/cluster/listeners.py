@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from keras_distplug.cluster.channel import Channel
 from keras_distplug.core.errors import AgreementError
-from keras_distplug.core.threads import before_threads_end
+from keras_distplug.core.threads import call_before_threads_end
 
 _CLOSED = "closed"
 _PAUSE_S = 1.0  # before a retry
@@ -38,7 +38,7 @@ class Listener:
         self._channel = channel
         self._awaited: str | None = None
         self._closed = threading.Event()
-        self._thread = in_background(self._run)
+        self._thread = run_in_background(self._run)
         close_at_exit(self)
 
     def _run(self) -> None:
@@ -59,9 +59,9 @@ class Listener:
             def answer() -> None:
                 # The chief, which keeps the messages, may be frozen or gone. The thread notices.
                 with contextlib.suppress(AgreementError):
-                    self._channel.tell_first(awaited, _CLOSED)
+                    self._channel.send_once(awaited, _CLOSED)
 
-            in_background(answer)
+            run_in_background(answer)
         self._join(_CLOSING_S)
 
     def _hear(self, topic: str) -> str | None:
@@ -69,7 +69,7 @@ class Listener:
         self._awaited = topic  # before the check, so that `close` cannot miss both
         if self._closed.is_set():
             return None
-        text = self._channel.hear(topic, None)
+        text = self._channel.receive(topic, None)
         self._awaited = None
         return None if self._closed.is_set() else text
 
@@ -106,7 +106,7 @@ class Mailbox(Listener):
             AgreementError: If it cannot be sent.
         """
         for rank, number in enumerate(self._free):
-            while not self._channel.tell_first(f"letter/{rank}/{number}", letter):
+            while not self._channel.send_once(f"letter/{rank}/{number}", letter):
                 number += 1
             self._free[rank] = max(self._free[rank], number + 1)
 
@@ -117,20 +117,20 @@ class Mailbox(Listener):
             try:
                 # If the answer was lost, the stored name shows that this worker is the first.
                 me = self._channel.role.name
-                if self.tell("told", me) or self.hear("told") == me:
+                if self.post("told", me) or self.receive("told") == me:
                     self._persist(lambda: self.send(letter))
             except AgreementError as error:
                 self._on_lost(error)
 
-        in_background(send)
+        run_in_background(send)
 
-    def tell(self, topic: str, text: str) -> bool:
-        """Calls the channel's `tell_first`, and retries after errors."""
-        return self._persist(lambda: self._channel.tell_first(topic, text))
+    def post(self, topic: str, text: str) -> bool:
+        """Calls the channel's `send_once`, and retries after errors."""
+        return self._persist(lambda: self._channel.send_once(topic, text))
 
-    def hear(self, topic: str) -> str:
-        """Calls the channel's `hear` until a worker is lost or this is closed."""
-        return self._persist(lambda: self._channel.hear(topic, _PATIENCE_S))
+    def receive(self, topic: str) -> str:
+        """Calls the channel's `receive` until a worker is lost or this is closed."""
+        return self._persist(lambda: self._channel.receive(topic, _PATIENCE_S))
 
     def _persist(self, ask: Callable[[], Result]) -> Result:
         """Repeats `ask` after timeouts, and a few times after other errors."""
@@ -220,7 +220,7 @@ class Reports(Listener):
                 if role.is_chief:
                     self._collect(report, number)
                 else:
-                    self._channel.tell_first(f"report/{number}/{role.rank}", report)
+                    self._channel.send_once(f"report/{number}/{role.rank}", report)
                 number += 1
         except AgreementError as error:
             if not self._closed.is_set():
@@ -241,7 +241,7 @@ class Reports(Listener):
             self._on_all(reports)
 
 
-def in_background(act: Callable[[], object]) -> threading.Thread:
+def run_in_background(act: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=act, name="keras_distplug-letters", daemon=True)
     thread.start()
     return thread
@@ -265,7 +265,7 @@ _open: weakref.WeakSet[Closes] = weakref.WeakSet()
 
 @functools.cache
 def _register_closing() -> None:
-    before_threads_end(_close_all)
+    call_before_threads_end(_close_all)
     # At its end, a forked child would close the connections of its parent.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_open.clear)

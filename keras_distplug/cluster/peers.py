@@ -46,7 +46,7 @@ def watch() -> None:
 def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     if isinstance(error, PeerLostError):
         return None
-    role = agreement.role_under(strategy)
+    role = agreement.get_role(strategy)
     if workers.is_scheduled(strategy):
         # Training waits for a lost worker. The variables of a lost parameter server are gone.
         who = lost_server(error, role)
@@ -87,7 +87,7 @@ def code_after(error: Exception, role: Role) -> int:
 
 
 def _peer_lost(role: Role, who: str, remedy: str, cause: Exception) -> PeerLostError:
-    leaving.peer_is_lost()
+    leaving.note_lost_peer()
     report(PeerLost(who))
     first_line = str(cause).partition("\n")[0]
     return PeerLostError(

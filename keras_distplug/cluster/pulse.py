@@ -35,7 +35,7 @@ def begin() -> None:
                 os.utime(pulse)
         except OSError:
             with contextlib.suppress(OSError):
-                contract.pulse_of(
+                contract.pulse_file(
                     name
                 ).unlink()  # without the file, the supervisor expects no signs
 

@@ -13,7 +13,7 @@ from keras_distplug.storage.export_file import Export
 from keras_distplug.storage.files import Files, local_path
 from keras_distplug.storage.retention import Mode
 from keras_distplug.storage.store import Stored
-from keras_distplug.storage.survey import SeenRun
+from keras_distplug.storage.survey import SurveyedRun
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -39,14 +39,14 @@ def run(parsed: argparse.Namespace) -> int:
         def save(run: str, stored: Stored, path: Path) -> None:
             made = architecture.recall(files, run, stored.manifest.cursor.step)
             with bar.hidden():  # TensorFlow and imported modules may print
-                modules.load_for(made.model, stored, parsed.modules)
+                modules.load_needed(made.model, stored, parsed.modules)
 
                 from keras_distplug.checkpoint.model_export import save_rebuilt
 
             save_rebuilt(made.model, stored.manifest, stored.values, path)
 
-        seen = location.the_run()
-        bar.start("exporting", _bytes_of(files, seen, asked) if bar.is_shown else None, "bytes")
+        seen = location.find_run()
+        bar.start("exporting", _sum_bytes(files, seen, asked) if bar.is_shown else None, "bytes")
         done = export_file.export(bar.counting(files), seen, asked, save)
     if parsed.json:
         tables.say_json({"directory": files.where(), **asdict(done)})
@@ -65,7 +65,7 @@ def _best_by(parsed: argparse.Namespace) -> tuple[str, Mode] | None:
     return (parsed.metric, parsed.mode) if given else None
 
 
-def _bytes_of(files: Files, run: SeenRun, asked: Export) -> int:
+def _sum_bytes(files: Files, run: SurveyedRun, asked: Export) -> int:
     """Returns the size of the checkpoint that will be read."""
     if asked.step == export_file.BEST and asked.best_by is not None:
         return survey.choose_best(files, run, *asked.best_by).bytes

@@ -68,7 +68,7 @@ def _document(files: Files, run: str) -> dict[str, Any]:
     begin, end = (spans[0].begin, spans[-1].end) if spans else (0.0, 0.0)
     secs = goodput_totals.totals(spans)
     workers = {
-        rank: goodput_totals.spans(goodput_totals.of_rank(fits, rank), supervised)
+        rank: goodput_totals.spans(goodput_totals.select_rank(fits, rank), supervised)
         for rank in sorted({fit.began.rank for fit in fits})
     }
     return {

@@ -16,7 +16,7 @@ from typing import Any
 from keras_distplug.core.errors import CheckpointError, ConfigurationError, NoCheckpointError
 from keras_distplug.storage import layout, survey
 from keras_distplug.storage.files import Files, list_recursively, local_path, open_files
-from keras_distplug.storage.survey import SeenRun
+from keras_distplug.storage.survey import SurveyedRun
 
 _LEVELS = 3  # of folders in which trainings are searched, as TensorBoard's tab does
 _MOST_FOLDERS = 5000  # to list in one search
@@ -58,7 +58,7 @@ class Location:
             return [self.run]
         return survey.run_names(self.files, self.run)
 
-    def the_run(self) -> SeenRun:
+    def find_run(self) -> SurveyedRun:
         """Returns the selected run, by default the one that training resumes.
 
         Raises:
@@ -66,8 +66,8 @@ class Location:
             CheckpointError: If the directory cannot be listed.
         """
         if self.is_copy and self.run is not None:
-            return survey.look_at(self.files, self.run)
-        return survey.the_run(self.files, self.run)
+            return survey.survey_run(self.files, self.run)
+        return survey.find_run(self.files, self.run)
 
 
 def of(parsed: argparse.Namespace, *, needs_run: bool = True) -> Location:

@@ -11,7 +11,7 @@ from keras_distplug.commands import locations, overview, progress_bar, tables
 from keras_distplug.commands.locations import Location
 from keras_distplug.storage import layout, runs, survey
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.survey import Seen, SeenRun
+from keras_distplug.storage.survey import SurveyedCheckpoint, SurveyedRun
 
 _COLUMNS = ("checkpoint", "state", "step", "epochs", "batches", "created (UTC)", "size", "workers")
 _RIGHT = ("step", "epochs", "batches", "size", "workers")
@@ -49,13 +49,13 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _selected(location: Location, name: str) -> SeenRun:
+def _selected(location: Location, name: str) -> SurveyedRun:
     """Returns a run with the selected checkpoint, by default with all of them.
 
     Raises:
         NoCheckpointError: If the run has no such checkpoint.
     """
-    found = survey.look_at(location.files, name)
+    found = survey.survey_run(location.files, name)
     if location.checkpoint is None:
         return found
     chosen = [
@@ -66,7 +66,7 @@ def _selected(location: Location, name: str) -> SeenRun:
     return replace(found, checkpoints=tuple(chosen))
 
 
-def as_json(seen: Seen, taken_by: str | None = None) -> dict[str, Any]:
+def as_json(seen: SurveyedCheckpoint, taken_by: str | None = None) -> dict[str, Any]:
     """Returns a checkpoint for the document of `--json`."""
     manifest = seen.manifest
     return {
@@ -85,8 +85,8 @@ def as_json(seen: Seen, taken_by: str | None = None) -> dict[str, Any]:
     }
 
 
-def _run_as_json(found: SeenRun, is_resumed: bool) -> dict[str, Any]:
-    taken = survey.taken_by(found) if is_resumed else {}
+def _run_as_json(found: SurveyedRun, is_resumed: bool) -> dict[str, Any]:
+    taken = survey.list_taken(found) if is_resumed else {}
     return {
         "name": found.name,
         "created_utc": found.record and found.record.created_utc,
@@ -96,7 +96,7 @@ def _run_as_json(found: SeenRun, is_resumed: bool) -> dict[str, Any]:
     }
 
 
-def _print(found: SeenRun, *, is_resumed: bool, is_copy: bool) -> None:
+def _print(found: SurveyedRun, *, is_resumed: bool, is_copy: bool) -> None:
     started = f", started {tables.time(found.record.created_utc)}" if found.record else ""
     mark = ""
     if is_resumed and found.record:
@@ -107,14 +107,14 @@ def _print(found: SeenRun, *, is_resumed: bool, is_copy: bool) -> None:
     if not found.checkpoints:
         tables.say(f"{title}: no checkpoints")
     else:
-        _print_checkpoints(title, found, survey.taken_by(found) if is_resumed else {})
+        _print_checkpoints(title, found, survey.list_taken(found) if is_resumed else {})
     reason = None if is_copy else found.reason  # a copy of a checkpoint has no record of a run
     for problem in (reason, *(_problem(each) for each in found.checkpoints)):
         if problem is not None:
             tables.say(problem)
 
 
-def _print_checkpoints(title: str, found: SeenRun, taken: Mapping[str, str]) -> None:
+def _print_checkpoints(title: str, found: SurveyedRun, taken: Mapping[str, str]) -> None:
     manifests = [each.manifest for each in found.checkpoints if each.manifest]
     metrics = list(dict.fromkeys(name for each in manifests for name in each.metrics))
     if len(metrics) > _FEW:
@@ -142,5 +142,5 @@ def _print_checkpoints(title: str, found: SeenRun, taken: Mapping[str, str]) -> 
     tables.say(f"{tables.plural(len(found.checkpoints), 'checkpoint')}, {tables.size(total)}")
 
 
-def _problem(seen: Seen) -> str | None:
+def _problem(seen: SurveyedCheckpoint) -> str | None:
     return None if seen.reason is None else f"{seen.name} is {seen.state}: {seen.reason}"

@@ -12,7 +12,7 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.storage.store import Stored
 
 
-def load_for(model: Mapping[str, Any], stored: Stored, modules: Collection[str]) -> None:
+def load_needed(model: Mapping[str, Any], stored: Stored, modules: Collection[str]) -> None:
     """Imports the modules that a model needs, unless its description cannot be trusted.
 
     Args:

@@ -15,7 +15,7 @@ from keras_distplug.runlog import log_files
 from keras_distplug.runlog.summary import headline
 from keras_distplug.storage import layout, runs, survey
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.survey import SeenRun
+from keras_distplug.storage.survey import SurveyedRun
 
 _COLUMNS = ("training", "state", "step", "epoch", "runs", "checkpoints", "size", "last change")
 _RIGHT = ("step", "epoch", "runs", "checkpoints", "size")
@@ -69,7 +69,7 @@ def rows(names: Sequence[str], open_training: Callable[[str], Files], bar: Bar) 
 
 
 def _row(files: Files, name: str) -> Row:
-    there = [survey.look_at(files, run) for _, run in layout.runs(files)]
+    there = [survey.survey_run(files, run) for _, run in layout.runs(files)]
     resumed = runs.newest_name(files) or there[-1].name
     seen = next(each for each in there if each.name == resumed)
     committed = [each for run in there for each in run.committed()]
@@ -105,7 +105,7 @@ def _of_log(files: Files, run: str) -> tuple[int, float | None, str]:
     return int(found["step"]), float(found["end"]), str(found["state"])
 
 
-def _is_finished(run: SeenRun) -> bool:
+def _is_finished(run: SurveyedRun) -> bool:
     """True if the run has completed its epochs, and has not continued since."""
     committed = run.committed()
     return bool(committed) and committed[-1].place.kind == "final"

@@ -28,7 +28,7 @@ def run(parsed: argparse.Namespace) -> int:
         for name in location.run_names():
             bar.start(f"checking {name}", None, "bytes")
             read = bar.counting(files)
-            seen = pruning.checked(read, survey.look_at(read, name, Depth.SIZES), retention)
+            seen = pruning.checked(read, survey.survey_run(read, name, Depth.SIZES), retention)
             outdated = pruning.outdated(seen, retention, damaged=parsed.damaged)
             if not parsed.dry_run:
                 # Every checkpoint takes two deletions: its manifest, then the rest.

@@ -10,7 +10,7 @@ from keras_distplug.nonfinite import incident_files
 from keras_distplug.nonfinite.incident_files import Incident
 from keras_distplug.storage import architecture, survey
 from keras_distplug.storage.store import CheckpointStore
-from keras_distplug.storage.survey import Seen, SeenRun
+from keras_distplug.storage.survey import SurveyedCheckpoint, SurveyedRun
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -18,11 +18,11 @@ def run(parsed: argparse.Namespace) -> int:
     files = location.files
     asked = (parsed.incident or location.incident or "").rpartition("/")[2]
     incident, batch = incident_files.read(files, asked or None)
-    seen = survey.the_run(files, location.run or incident.run)
+    seen = survey.find_run(files, location.run or incident.run)
     chosen = survey.choose(files, seen, _step_before(seen, incident, location.checkpoint))
     stored = CheckpointStore(files, seen.name).read(chosen.name)
     made = architecture.recall(files, seen.name, stored.manifest.cursor.step)
-    modules.load_for(made.model, stored, parsed.modules)
+    modules.load_needed(made.model, stored, parsed.modules)
 
     from keras_distplug.checkpoint.model_export import rebuilt
     from keras_distplug.nonfinite.diagnosis import diagnose
@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0 if found.is_finite else 1
 
 
-def _step_before(run: SeenRun, incident: Incident, asked: int | str | None) -> int | str | None:
+def _step_before(run: SurveyedRun, incident: Incident, asked: int | str | None) -> int | str | None:
     """Returns the newest checkpoint from before the incident, or else the oldest one."""
     committed = run.committed()
     if asked is not None or run.name != incident.run or not committed:
@@ -59,6 +59,6 @@ def _step_before(run: SeenRun, incident: Incident, asked: int | str | None) -> i
     return before[-1].name if before else committed[0].name
 
 
-def _position(seen: Seen) -> tuple[int, int]:
+def _position(seen: SurveyedCheckpoint) -> tuple[int, int]:
     cursor = seen.whole.cursor
     return cursor.epoch, cursor.batch

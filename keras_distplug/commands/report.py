@@ -14,7 +14,7 @@ from keras_distplug import page
 from keras_distplug.commands import locations, progress_bar, run_logs, tables
 from keras_distplug.core.errors import ConfigurationError, DistplugError
 from keras_distplug.runlog import log_files
-from keras_distplug.runlog.run_place import delay_secs, place_of
+from keras_distplug.runlog.run_place import delay_secs, find_place
 from keras_distplug.runlog.summary import summary
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
@@ -79,8 +79,8 @@ def _summary_or_error(files: Files, run: str, now: float) -> dict[str, Any]:
     notes: list[str] = []
     try:
         fits, supervised = log_files.read(files, run, notes.append)
-        checkpoints = survey.looked_at(files, run)
-        place, delay = place_of(files, run), delay_secs(files)
+        checkpoints = survey.checkpoint_states(files, run)
+        place, delay = find_place(files, run), delay_secs(files)
         shown = summary(run, fits, supervised, now, checkpoints, place, delay)
         return {**shown, "notes": notes}
     except (DistplugError, OSError) as error:

@@ -11,7 +11,7 @@ from keras_distplug.commands.ls import as_json
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.storage import codec, runs, survey
 from keras_distplug.storage.manifest import Manifest, VariableSpec
-from keras_distplug.storage.survey import Seen
+from keras_distplug.storage.survey import SurveyedCheckpoint
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -22,10 +22,10 @@ def run(parsed: argparse.Namespace) -> int:
     step = parsed.name if parsed.name is not None else parsed.step
     location = locations.of(argparse.Namespace(**{**vars(parsed), "step": step}))
     files = location.files
-    seen_run = location.the_run()
+    seen_run = location.find_run()
     seen = survey.choose(files, seen_run, location.checkpoint)
     is_taken = runs.newest_name(files) == seen_run.name
-    taken_by = survey.taken_by(seen_run).get(seen.name) if is_taken else None
+    taken_by = survey.list_taken(seen_run).get(seen.name) if is_taken else None
     if parsed.json:
         document = {"directory": files.where(), "run": seen_run.name, **as_json(seen, taken_by)}
         tables.say_json({**document, **_manifest_as_json(seen.whole)})
@@ -50,7 +50,7 @@ def _manifest_as_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _print(where: str, seen: Seen, taken_by: str | None) -> None:
+def _print(where: str, seen: SurveyedCheckpoint, taken_by: str | None) -> None:
     manifest = seen.whole
     cursor, ended = manifest.cursor, manifest.completion
     tables.say(where)
@@ -90,7 +90,7 @@ def _totals(manifest: Manifest) -> list[str]:
     for each in manifest.variables:
         groups.setdefault(each.key.partition("/")[0], []).append(each)
     totals = [
-        f"{group}: {len(specs)} variables, {tables.size(codec.bytes_of(specs))}"
+        f"{group}: {len(specs)} variables, {tables.size(codec.count_bytes(specs))}"
         for group, specs in groups.items()
     ]
     stored = sum(shard.bytes for shard in manifest.shards)
@@ -98,4 +98,4 @@ def _totals(manifest: Manifest) -> list[str]:
 
 
 def _bytes(variable: VariableSpec) -> int:
-    return codec.bytes_of([variable])
+    return codec.count_bytes([variable])

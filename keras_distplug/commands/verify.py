@@ -13,7 +13,7 @@ from keras_distplug.commands.progress_bar import Bar
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from keras_distplug.storage import architecture, runs, survey
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.survey import Depth, Seen
+from keras_distplug.storage.survey import Depth, SurveyedCheckpoint
 
 _NO_DAMAGE = ("cut off", "unfinished")
 
@@ -25,8 +25,8 @@ class Finding:
     Args:
         run: The name of the run.
         name: The name of the checkpoint or file.
-        state: A state of `Seen`, except that a committed checkpoint is `"whole"` if every byte was
-            read and `"sizes match"` otherwise.
+        state: A state of `SurveyedCheckpoint`, except that a committed checkpoint is `"whole"` if
+            every byte was read and `"sizes match"` otherwise.
         bytes: The number of bytes that were checked; 0 for files without arrays.
         reason: The reason for a bad state. Defaults to `None`.
     """
@@ -80,27 +80,27 @@ def _findings(location: Location, depth: Depth, bar: Bar) -> Iterator[Finding]:
     for name in location.run_names():
         files = location.files
         if step is None:
-            yield from _damage_of(name, "RUN.json", partial(runs.read_run, files, name))
-            yield from _damage_of(
+            yield from _find_damage(name, "RUN.json", partial(runs.read_run, files, name))
+            yield from _find_damage(
                 name, "MODEL.json", partial(architecture.require_whole, files, name)
             )
         if bar.is_shown:
-            total = _bytes_of(files, name, step) if depth is Depth.BYTES else None
+            total = _sum_bytes(files, name, step) if depth is Depth.BYTES else None
             bar.start(f"verifying {name}", total, "bytes" if total else "")
             files = bar.counting(files)
-        for seen in survey.checkpoints_of(files, name, depth, step):
+        for seen in survey.list_checkpoints(files, name, depth, step):
             sound = "whole" if depth is Depth.BYTES else "sizes match"
             state = sound if seen.state == "committed" else seen.state
             yield Finding(name, seen.name, state, seen.bytes, _reason(seen))
 
 
-def _bytes_of(files: Files, run: str, step: int | str | None) -> int:
+def _sum_bytes(files: Files, run: str, step: int | str | None) -> int:
     """Returns the size of the checkpoints whose bytes will be read."""
-    found = survey.checkpoints_of(files, run, Depth.MANIFESTS, step)
+    found = survey.list_checkpoints(files, run, Depth.MANIFESTS, step)
     return sum(each.bytes for each in found if each.state == "committed")
 
 
-def _damage_of(run: str, name: str, read: Callable[[], object]) -> Iterator[Finding]:
+def _find_damage(run: str, name: str, read: Callable[[], object]) -> Iterator[Finding]:
     """Yields a finding if a file in a run's folder is damaged or cannot be read."""
     try:
         read()
@@ -110,7 +110,7 @@ def _damage_of(run: str, name: str, read: Callable[[], object]) -> Iterator[Find
         yield Finding(run, name, "unreadable", reason=str(error))
 
 
-def _reason(seen: Seen) -> str | None:
+def _reason(seen: SurveyedCheckpoint) -> str | None:
     return f"quarantined: {seen.reason}" if seen.is_set_aside else seen.reason
 
 

@@ -15,12 +15,12 @@ from rich.live import Live
 from keras_distplug.commands import first_screen, locations, tables
 from keras_distplug.core.errors import CheckpointError, ConfigurationError, NoCheckpointError
 from keras_distplug.runlog import log_files
-from keras_distplug.runlog.run_place import delay_secs, place_of
+from keras_distplug.runlog.run_place import delay_secs, find_place
 from keras_distplug.runlog.run_state import State
-from keras_distplug.runlog.summary import Judged, headline_of, judged
+from keras_distplug.runlog.summary import Judged, judged, make_headline
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.survey import Looked
+from keras_distplug.storage.survey import CheckpointState
 
 CODES: Mapping[State, int] = {
     State.FINISHED: 0,
@@ -132,7 +132,7 @@ class _Watched:
         self._only = only
         self._waits = waits  # for the first log
         self._readers: dict[str, log_files.Reader] = {}
-        self._checkpoints: Mapping[int, Looked] | None = None
+        self._checkpoints: Mapping[int, CheckpointState] | None = None
         self._looked: tuple[str, float] = ("", -math.inf)
 
     def look(self, now: float) -> _Seen:
@@ -148,9 +148,9 @@ class _Watched:
         )
         fits, supervised = reader.read()
         if self._looked[0] != name or now - self._looked[1] >= _LOOK_SECS:
-            self._checkpoints = survey.looked_at(self._files, name)
+            self._checkpoints = survey.checkpoint_states(self._files, name)
             self._looked = name, now
-        place, delay = place_of(self._files, name), delay_secs(self._files)
+        place, delay = find_place(self._files, name), delay_secs(self._files)
         known = judged(fits, supervised, now, self._checkpoints, place, delay)
         return _Seen(now, where, name, known)
 
@@ -185,5 +185,5 @@ def _document(seen: _Seen) -> dict[str, object]:
     if seen.judged is None:
         return {"directory": seen.where, "state": str(seen.state)}
     incidents = [asdict(group) for group in seen.judged.verdict.groups]
-    shown = headline_of(seen.name, seen.judged)
+    shown = make_headline(seen.name, seen.judged)
     return {"directory": seen.where, **shown, "incidents": incidents}

@@ -23,7 +23,7 @@ VERSION = 1
 SUPERVISOR = "supervisor"
 
 
-def name_of(kind: type[Event]) -> str:
+def get_name(kind: type[Event]) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
@@ -34,7 +34,7 @@ class Event:
     kinds: ClassVar[dict[str, type[Event]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Event.kinds[name_of(cls)] = cls
+        Event.kinds[get_name(cls)] = cls
 
 
 # Events of a worker's `fit`
@@ -98,7 +98,7 @@ class Restored(Event):
 
 
 @dataclass(frozen=True)
-class OfReplica:
+class ReplicaTimings:
     """Timings of a replica in a window.
 
     Args:
@@ -135,7 +135,7 @@ class Window(Event):
     step_s: float | None = None
     input_s: float | None = None
     memory_bytes: int | None = None
-    replicas: tuple[OfReplica, ...] = ()
+    replicas: tuple[ReplicaTimings, ...] = ()
     loss: float | None = None  # as Keras logs it after the last batch: the mean of the epoch so far
 
 

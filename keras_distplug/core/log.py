@@ -41,7 +41,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
-def is_heard() -> bool:
+def is_log_enabled() -> bool:
     """Returns True if announcements are logged."""
     return _logger().isEnabledFor(logging.INFO)
 

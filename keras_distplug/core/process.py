@@ -22,7 +22,7 @@ def started_at() -> float:
 
     If the operating system does not provide it, returns the time this module was imported.
     """
-    ticks, _ = _look_at(os.getpid()) or (None, "")
+    ticks, _ = _read_process(os.getpid()) or (None, "")
     try:
         with open("/proc/uptime", encoding="ascii") as file:
             up_s = float(file.read().split()[0])
@@ -71,7 +71,7 @@ def this_process(environ: Mapping[str, str] = os.environ, mounts: str | None = N
             `/proc/self/mountinfo`.
     """
     started = datetime.datetime.fromtimestamp(started_at(), datetime.UTC)
-    ticks, _ = _look_at(os.getpid()) or (-1, "")
+    ticks, _ = _read_process(os.getpid()) or (-1, "")
     boot, namespace = "", ""
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -110,7 +110,7 @@ def is_alive(process: Process, here: Process) -> bool | None:
     if process.namespace != here.namespace:
         # Kubernetes restarts a container only after it has exited.
         return False if process.pod and process.pod == here.pod else None
-    found = _look_at(process.pid)
+    found = _read_process(process.pid)
     if found is None:
         return None if _exists(process.pid) else False  # another user's may be hidden
     ticks, state = found
@@ -137,7 +137,7 @@ def _read_job(environ: Mapping[str, str]) -> tuple[str, int]:
     return "", 0
 
 
-def _look_at(pid: int) -> tuple[int, str] | None:
+def _read_process(pid: int) -> tuple[int, str] | None:
     """Returns a local process's start time in ticks, and its state; None if it is not visible."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:

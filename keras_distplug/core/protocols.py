@@ -8,7 +8,7 @@ from typing import Protocol
 class Exchange(Protocol):
     """Short messages between the workers of a run. Never a collective: safe in any thread."""
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         """Sends `text` to all other workers, once per `topic`.
 
         Raises:
@@ -16,7 +16,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         """Waits up to `timeout_s` seconds for another worker's message.
 
         Raises:

@@ -19,7 +19,7 @@ from keras_distplug.core.ledger import Category
 class Listener(Protocol):
     """Receives events. Its methods must not raise, nor wait for storage."""
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Receives an event. May be called from any thread."""
         ...
 
@@ -61,7 +61,7 @@ def listeners() -> list[Listener]:
 def report(event: Event) -> None:
     """Sends `event` to the current listener, if any."""
     for listener in listeners()[-1:]:
-        listener.hear(event)
+        listener.on_event(event)
 
 
 @contextmanager

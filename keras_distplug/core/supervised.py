@@ -141,7 +141,7 @@ class Supervised:
             newest[run] = max(step, newest.get(run, step))
         return newest
 
-    def logs_to(self, url: str, folder: str, storage_options: Mapping[str, Any]) -> None:
+    def report_log_folder(self, url: str, folder: str, storage_options: Mapping[str, Any]) -> None:
         """Records the location of the run's log, to which the supervisor adds its own file.
 
         Args:
@@ -160,7 +160,7 @@ class Supervised:
         _replace(self._logs, [url, folder, options], failure, mode=0o600)
 
     def logs(self) -> tuple[str, str, Mapping[str, Any]] | None:
-        """Returns the arguments of `logs_to` in this attempt, or None."""
+        """Returns the arguments of `report_log_folder` in this attempt, or None."""
         try:
             url, folder, options = json.loads(self._logs.read_text())
         except (OSError, ValueError):
@@ -197,20 +197,20 @@ class Supervised:
         """
         return self.status_dir.parent / f"{hashlib.sha256(run.encode()).hexdigest()[:16]}.step"
 
-    def pulse_of(self, worker: str) -> Path:
+    def pulse_file(self, worker: str) -> Path:
         """Returns a file that holds a worker's PID; the worker touches it while Python can run."""
         return self.status_dir / f"{worker}.pulse"
 
     def start_pulse(self, worker: str) -> Path:
-        """Creates the file `pulse_of(worker)` for this process.
+        """Creates the file `pulse_file(worker)` for this process.
 
         Raises:
             OSError: If the file cannot be written.
         """
         # The file appears with its content: an empty one would hide from the supervisor that the
         # process was stopped meanwhile.
-        _replace_text(self.pulse_of(worker), str(os.getpid()))
-        return self.pulse_of(worker)
+        _replace_text(self.pulse_file(worker), str(os.getpid()))
+        return self.pulse_file(worker)
 
     def read(self, worker: str) -> Status | None:
         """Returns the last report of `worker`, or None if it is missing or unreadable."""
@@ -226,7 +226,7 @@ class Supervised:
 
     def forget(self, worker: str) -> None:
         """Removes the reports of a worker that has exited, before another takes its place."""
-        for path in (self._path(worker), self.pulse_of(worker)):
+        for path in (self._path(worker), self.pulse_file(worker)):
             path.unlink(missing_ok=True)
 
     @property

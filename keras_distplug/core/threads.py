@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def before_threads_end(act: Callable[[], object]) -> None:
+def call_before_threads_end(act: Callable[[], object]) -> None:
     """Registers `act` to be called when the process exits, while threads can still be started.
 
     Storage libraries start threads; functions registered with `atexit` run too late for that.
@@ -20,7 +20,7 @@ def before_threads_end(act: Callable[[], object]) -> None:
     register(act)
 
 
-def in_daemon(action: Callable[[], T], name: str) -> Future[T]:
+def run_in_daemon(action: Callable[[], T], name: str) -> Future[T]:
     """Runs `action` in a daemon thread, which does not delay the exit of the process.
 
     Threads of `concurrent.futures` do, so a hanging store would block the exit.
@@ -51,7 +51,7 @@ def within(timeout_s: float, action: Callable[[], T], name: str) -> T:
     Raises:
         TimeoutError: If `action` takes longer than `timeout_s`.
     """
-    done = in_daemon(action, name)
+    done = run_in_daemon(action, name)
     try:
         return done.result(timeout_s)
     except TimeoutError:

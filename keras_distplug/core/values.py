@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 
-class Shown:
+class ShortRepr:
     """For dataclasses with `repr=False`: a `repr` of the fields that differ from their defaults.
 
     A field without a default is always shown.

@@ -121,7 +121,7 @@ def _kept_order(parts: pipeline.Pipeline) -> Iterator[str]:
 def _decoded_again(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> Iterator[str]:
     if any(step.op.startswith(("CacheDataset", "Snapshot")) for step in parts.steps):
         return
-    size = _bytes_of(parts, dataset)
+    size = _sum_bytes(parts, dataset)
     if size is None or size > _SMALL_BYTES:
         return
     for step in parts.steps:
@@ -159,7 +159,7 @@ def _split_at_batch(parts: pipeline.Pipeline) -> tuple[list[Step], Step | None, 
     return above, rest[0], rest[1:]
 
 
-def _bytes_of(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> int | None:
+def _sum_bytes(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> int | None:
     """Returns the size of all samples in bytes; None if unknown."""
     batches, batch = int(dataset.cardinality().numpy()), parts.global_batch
     if batches < 0 or batch is None:

@@ -52,14 +52,14 @@ def _or_unknown(function: Callable[_P, Mapping[str, str]]) -> Callable[_P, Mappi
 @_or_unknown
 def fingerprint_fit() -> Mapping[str, str]:
     """Returns fingerprint entries for the data given to the current `fit`."""
-    if (loop := epochs.of_fit()) is None:
+    if (loop := epochs.get_loop()) is None:
         return {}
     if isinstance(loop.dataset, Positioned):
         return loop.dataset.source.contents
     if (arrays := loop.given_arrays) is not None:
         return fingerprint_arrays(arrays)
     if loop.is_dataset and (whole := loop.whole_dataset) is not None:
-        return of_given(whole)
+        return fingerprint_given(whole)
     if (given := loop.py_dataset) is not None:
         return fingerprint_object(given[0])
     return (
@@ -68,7 +68,7 @@ def fingerprint_fit() -> Mapping[str, str]:
 
 
 @_or_unknown
-def of_given(x: Any, y: Any = None, sample_weight: Any = None) -> Mapping[str, str]:
+def fingerprint_given(x: Any, y: Any = None, sample_weight: Any = None) -> Mapping[str, str]:
     """Returns fingerprint entries for arguments of `distributed_fit`."""
     if isinstance(x, Positioned):
         return x.source.contents
@@ -93,7 +93,7 @@ def fingerprint_arrays(given: Any) -> Mapping[str, str]:
     """
     parts = given if isinstance(given, tuple) else (given,)
     columns = {
-        name: [column for each in keras.tree.flatten(part) for column in _columns_of(each)]
+        name: [column for each in keras.tree.flatten(part) for column in _get_columns(each)]
         for name, part in zip(_PARTS, parts, strict=False)
         if part is not None
     }
@@ -117,7 +117,7 @@ def fingerprint_object(given: Any) -> Mapping[str, str]:
     return {CONTENTS: _hash([each.encode() for each in hashes])} if hashes else {}
 
 
-def _columns_of(value: Any) -> Iterator[Any]:
+def _get_columns(value: Any) -> Iterator[Any]:
     if isinstance(value, tf.SparseTensor):
         yield from (value.indices, value.values)
     elif isinstance(value, tf.RaggedTensor):
@@ -184,7 +184,7 @@ def _joined(by_length: Mapping[int, Sequence[Any]]) -> tuple[str, str, bool]:
     ordered: list[bytes] = []
     all_whole = True
     for length, columns in sorted(by_length.items()):
-        is_whole = sum(map(_bytes_of, columns)) <= _WHOLE_BYTES and length <= _WHOLE_ROWS
+        is_whole = sum(map(_sum_bytes, columns)) <= _WHOLE_BYTES and length <= _WHOLE_ROWS
         if not is_whole:  # labels, indices: their order does not count here
             flat = [each for each in columns if _is_flat(each)]
             unordered += map(_sum_digest, flat)
@@ -215,7 +215,7 @@ def _row_hashes(length: int, columns: Sequence[Any], *, is_whole: bool) -> np.nd
     """Returns hashes of all rows across the columns, or of evenly spread rows."""
     places = None
     if not is_whole:
-        row_bytes = max(1, sum(map(_bytes_of, columns)) // length)
+        row_bytes = max(1, sum(map(_sum_bytes, columns)) // length)
         count = min(length, _SAMPLED_ROWS, max(2, _SAMPLED_BYTES // row_bytes))
         places = np.unique(np.linspace(0, length - 1, count).astype(np.int64))
     hashes = [_hash_rows(_taken(each, places)) for each in columns]
@@ -256,7 +256,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     return found
 
 
-def _bytes_of(column: Any) -> int:
+def _sum_bytes(column: Any) -> int:
     known = getattr(column, "nbytes", None)
     if isinstance(known, int):
         return known

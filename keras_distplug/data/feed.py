@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.input import readers
-from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
-from keras_distplug.backend.tensorflow.runtime.workers import of_chief
+from keras_distplug.backend.tensorflow.input.earlier_passes import walk_upstream
+from keras_distplug.backend.tensorflow.runtime.workers import make_chief_strategy
 from keras_distplug.core.errors import DataError
 from keras_distplug.data.advice import PREFETCHED
 from keras_distplug.data.position import Positioned, Source, sharded
@@ -120,9 +120,9 @@ class OpaqueInput(InputAdapter):
         raise AttributeError(f"{name}: {vars(self).get('_why_not')}")
 
 
-def seed_of(dataset: tf.data.Dataset, default: int) -> int:
+def get_seed(dataset: tf.data.Dataset, default: int) -> int:
     """Returns the seed of the `resumable` data from which `dataset` was made, or `default`."""
-    found = (each.seed for each in made_from(dataset) if isinstance(each, InputDataset))
+    found = (each.seed for each in walk_upstream(dataset) if isinstance(each, InputDataset))
     return next(found, default)
 
 
@@ -236,7 +236,7 @@ def feed(
     if isinstance(source, TfData):
         advice = source.advice(workers=workers, epochs=epochs)
         # Strategies other than the default one prefetch automatically.
-        lacks_prefetch = source.lacks_prefetch and strategy is of_chief()
+        lacks_prefetch = source.lacks_prefetch and strategy is make_chief_strategy()
     adapter = InputAdapter(source, fetches_ahead=lacks_prefetch)
     adapter.get_tf_dataset().use(strategy)
     report_warnings(source)

@@ -37,7 +37,7 @@ def prepare(
     signature = inspect.signature(model.fit)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    name = name_of(model)
+    name = get_name(model)
     if not takes_any and "callbacks" not in signature.parameters:
         raise ModelError(
             f"Expected {name} to take `callbacks`, which save and resume the run, and to pass them "
@@ -68,12 +68,12 @@ def _shown(x: Any, y: Any, named: Mapping[str, Any]) -> list[str]:
 def warn_of_lost_callbacks(model: keras.Model) -> None:
     """Warns that a `fit` trained without the callbacks that it was given."""
     warnings.warn(
-        f"{name_of(model)} did not pass `callbacks` to Keras' `fit`, so nothing was saved and this "
-        "run cannot be resumed. Pass them on: `super().fit(..., callbacks=callbacks)`.",
+        f"{get_name(model)} did not pass `callbacks` to Keras' `fit`, so nothing was saved and "
+        "this run cannot be resumed. Pass them on: `super().fit(..., callbacks=callbacks)`.",
         stacklevel=4,
     )
 
 
-def name_of(model: keras.Model) -> str:
+def get_name(model: keras.Model) -> str:
     """Returns the name of the model's own `fit`, for messages."""
     return f"{type(model).__name__}.fit"

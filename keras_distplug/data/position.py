@@ -76,8 +76,8 @@ class Source:
         """
         raise NotImplementedError
 
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        """Does the same as `LateDistributedDataset.of_worker`."""
+    def build_for_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """Does the same as `LateDistributedDataset.build_for_worker`."""
         raise NotImplementedError(self.why_not_on_workers)
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -164,12 +164,12 @@ class Positioned(readers.LateDistributedDataset):
                     f"{why_not}. Give arrays, a tf.data.Dataset of TensorFlow's operations only, "
                     "or a function that returns one."
                 )
-            strategy = workers.of_chief()
+            strategy = workers.make_chief_strategy()
         if strategy is not self._strategy:
             self._strategy, self._dataset = strategy, None
 
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        return self.source.of_worker(worker, workers, seed)
+    def build_for_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        return self.source.build_for_worker(worker, workers, seed)
 
     def variables(self, *, in_pass: bool) -> list[Any]:
         """Returns the `variables` for `begin_at`; JSON-able.

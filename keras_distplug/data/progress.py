@@ -14,7 +14,7 @@ from keras_distplug.backend.tensorflow.input import epochs, readers
 from keras_distplug.backend.tensorflow.runtime import context, workers
 from keras_distplug.core.log import announce
 from keras_distplug.data import contents
-from keras_distplug.data.feed import InputAdapter, report_warnings, seed_of
+from keras_distplug.data.feed import InputAdapter, get_seed, report_warnings
 from keras_distplug.data.position import Positioned, Source
 from keras_distplug.data.python_sources import PyData, warning_of_generator
 from keras_distplug.data.sources import BATCH_SIZE, SEEDS, Arrays, TfData, elements
@@ -69,7 +69,7 @@ class Progress:
                 **({"seen": self._counted["seen"]} if in_epoch else {}),
             },
         }
-        in_pass = in_epoch or self._loop.goes_on
+        in_pass = in_epoch or self._loop.continues
         if in_pass:
             read, place["behind"] = self._position_in_pass()
             place["passes_read"] = self.data.read_before
@@ -102,7 +102,7 @@ class Progress:
             self.data.begin_at(position["passes"], 0, variables=variables, read=passes_read)
         else:
             self.data.begin_at(position["passes"] - 1, read, behind, variables, passes_read)
-            self._loop.go_on()
+            self._loop.prepare_next_epoch()
         self._passes, self._read, self._behind = position["passes"], read or 0, behind
         if batch:
             self._loop.begin_at(batch)
@@ -145,7 +145,7 @@ def track_fit(model: keras.Model, seed: int) -> Progress | None:
     Returns:
         The progress; None if `fit` is not Keras', or the data was already distributed.
     """
-    if (loop := epochs.of_fit()) is None:
+    if (loop := epochs.get_loop()) is None:
         return None
     is_generator = loop.is_generator
     data = _positioned(loop, model.distribute_strategy, seed)
@@ -165,19 +165,19 @@ def take_over_early(model: keras.Model, seed: int) -> None:
     """
     strategy = model.distribute_strategy
     if workers.is_scheduled(strategy):
-        epochs.before_reading(model, lambda loop: _positioned(loop, strategy, seed))
+        epochs.call_before_reading(model, lambda loop: _positioned(loop, strategy, seed))
 
 
 def track_validation(model: keras.Model, seed: int) -> Positioned | None:
     """Returns the validation data of the current `fit`; passes over it are counted from now on."""
-    loop = epochs.of_validation(model)
+    loop = epochs.find_validation_loop(model)
     # Other data comes in the same order every time.
     if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
         return None
     is_ours = isinstance(loop.dataset, Positioned)
     strategy = model.distribute_strategy
     if workers.is_scheduled(strategy):
-        strategy = workers.of_chief()  # validates alone
+        strategy = workers.make_chief_strategy()  # validates alone
     data = _positioned(loop, strategy, seed, is_validation=True)
     if data is not None and not is_ours:
         _announce_orders(data.source, "validation data")
@@ -249,9 +249,9 @@ def _source(
     if (whole := loop.whole_dataset) is None:
         return None
     if loop.is_dataset:
-        return TfData(whole, seed_of(whole, seed), is_validation=is_validation)
+        return TfData(whole, get_seed(whole, seed), is_validation=is_validation)
     seed_of_orders = context.global_seed() if loop.is_shuffled_by_seed else None
-    return _OfKeras(
+    return _KerasSource(
         whole,
         loop.adapter,
         loop.samples_in_order,
@@ -260,7 +260,7 @@ def _source(
     )
 
 
-class _OfKeras(Source):
+class _KerasSource(Source):
     """The batches that Keras makes from data other than datasets. To resume, it is read again.
 
     Args:
@@ -312,7 +312,7 @@ class _OfKeras(Source):
         if not behind or self._sizes is None:
             if not start:
                 return self.whole
-            return readers.without_first(self.whole, self._adapter, start)
+            return readers.skip_first_batches(self.whole, self._adapter, start)
         batch_size, samples = self._sizes
         first = behind + start * batch_size
         rest = self.whole.unbatch().skip(first).batch(batch_size)

@@ -57,7 +57,7 @@ class ReachableState:
     def warnings(self) -> list[str]:
         """Returns messages for the user about state that is sure to be lost."""
         return [
-            f"{type(self._owner).__name__}: `{walk.title_of(place.path[1:])}` is an "
+            f"{type(self._owner).__name__}: `{walk.get_title(place.path[1:])}` is an "
             "iterator, whose position cannot be saved: a restarted run reads it from its start. "
             "Keep the number of the next element instead"
             for place in walk.from_objects(self._roots)[0]
@@ -76,7 +76,7 @@ class ReachableState:
                 found.append([place.path, {_GENERATOR: state}])
             else:
                 others.append(place)
-        for place, value, start in self._changes.since_start(others):
+        for place, value, start in self._changes.find_changed(others):
             if isinstance(place.value, _LAZY) and (start is None or start.digest == _NONE.digest):
                 self._changes.accept(place, value)
             elif (encoded := _encoded(place.value, value)) is not None:
@@ -102,7 +102,7 @@ class ReachableState:
     def _report(self, place: Place) -> None:
         if place.path not in self._reported:
             self._reported.add(place.path)
-            title = walk.title_of(place.path[1:])
+            title = walk.get_title(place.path[1:])
             announce(
                 f"{type(self._owner).__name__}: `{title}` ({type(place.value).__name__}) changes "
                 "while batches are made and cannot be saved, so a restart starts without it. "
@@ -125,7 +125,7 @@ def _look(value: Any) -> Value:
     """Does the same as `changes.look`; a container that is large or cannot be saved is compared by
     its entries' identity."""
     is_container = isinstance(value, object_states.CONTAINERS)
-    if not is_container or object_states.bytes_of(value) <= object_states.SMALL_BYTES:
+    if not is_container or object_states.count_bytes(value) <= object_states.SMALL_BYTES:
         value_now = changes.look(value)
         if value_now.kind or not is_container:
             return value_now
@@ -142,7 +142,7 @@ def _is_small(value: Value) -> bool:
 
 def _encoded(value: Any, value_now: Value) -> Any:
     """Returns the value as JSON; None if JSON cannot hold it."""
-    if object_states.bytes_of(value) > object_states.MOST_BYTES:
+    if object_states.count_bytes(value) > object_states.MOST_BYTES:
         return None
     value_now = value_now if value_now.kind else changes.look(value)  # for a large container
     if value_now.kind != "plain" or not json_values.is_kept(value_now.arrays):

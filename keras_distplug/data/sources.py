@@ -106,7 +106,7 @@ class Arrays(Source):
         options.experimental_optimization.apply_default_optimizations = False
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(options)
 
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+    def build_for_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         """Returns endless passes over all samples, every pass in a different order; without
         shuffling, the worker's share of the batches."""
 
@@ -175,7 +175,7 @@ class _Counts:
     is_validation: bool
 
     def read(self) -> list[list[int]]:
-        return [list(counts) for counts in earlier_passes.of_shuffles(self.dataset)]
+        return [list(counts) for counts in earlier_passes.count_shuffle_iterators(self.dataset)]
 
     def assign(self, value: Any, *, in_pass: bool) -> None:
         counts = [(made, read) for made, read in value]
@@ -257,14 +257,14 @@ class TfData(Source):
         called = readers.python_ops(readers.to_graph(self.whole))
         return f"the pipeline runs Python code ({', '.join(sorted(called))})" if called else None
 
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+    def build_for_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         """Returns the pipeline with other orders; or the worker's share of the batches if there are
         no orders to draw or they are unknown."""
         if self._orders is None or not self._orders.nodes:
             with tf.init_scope():  # outside the function that is traced
                 graph = readers.to_graph(self.whole)
             return readers.from_graph(graph).shard(workers, worker)
-        return self._orders.of_worker(seed)
+        return self._orders.build_for_worker(seed)
 
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None
@@ -281,7 +281,10 @@ class TfData(Source):
 
     def _counts(self) -> Mapping[str, tuple[int, int]]:
         assert self._pipeline is not None
-        nodes, counts = self._pipeline.shuffles(), earlier_passes.of_shuffles(self.whole)
+        nodes, counts = (
+            self._pipeline.shuffles(),
+            earlier_passes.count_shuffle_iterators(self.whole),
+        )
         return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
 
     def _skip_passes(self, passed: int) -> None:
@@ -377,12 +380,12 @@ class DatasetFunction(TfData):
         self._class_weight = class_weight
         super().__init__(self._make_dataset(0, 1), seed)
 
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        def variant_of(number: int) -> Callable[[], tf.Tensor]:
+    def build_for_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        def get_variant(number: int) -> Callable[[], tf.Tensor]:
             return lambda: tf.data.experimental.to_variant(self._make_dataset(number, workers))
 
         variant = tf.switch_case(
-            tf.cast(worker, tf.int32), [variant_of(number) for number in range(workers)]
+            tf.cast(worker, tf.int32), [get_variant(number) for number in range(workers)]
         )
         return tf.data.experimental.from_variant(variant, self.whole.element_spec)
 
@@ -437,7 +440,7 @@ class _Orders:
             node, is_seeded = step.node, step.is_seeded
             if is_seeded and not step.reshuffles and node not in given:
                 continue
-            seeds = given.get(node) or _seeds_of(step, seed, len(self._drawn))
+            seeds = given.get(node) or _list_seeds(step, seed, len(self._drawn))
             # A cache keeps the order of the first pass.
             varies = step.reshuffles and node not in cached
             drawn = _Drawn(node, seeds, varies, varies and node in once, varies and node in read)
@@ -451,7 +454,7 @@ class _Orders:
     @functools.cached_property
     def _remake(self) -> Callable[[Sequence[tuple[int, int]], int, int], tf.data.Dataset]:
         fixed = frozenset(each.node for each in self._drawn if each.once)
-        return self._pipeline.remaker(self.nodes, fixed)
+        return self._pipeline.make_rebuilder(self.nodes, fixed)
 
     def pass_dataset(
         self, passed: int, read: int, start: int, behind: int, counts: Mapping[str, tuple[int, int]]
@@ -465,14 +468,14 @@ class _Orders:
             seeds.append(pipeline.draw(*each.seeds, number) if is_drawn else each.seeds)
         return self._remake(seeds, start, behind)
 
-    def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
+    def build_for_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
         """Returns the pipeline with orders that depend on the given, user's and run's seeds."""
         ours = tf.constant([each.seeds for each in self._drawn], tf.int64)
         drawn = tf.random.stateless_uniform(ours.shape, seed, 0, 2**62, tf.int64)
         return self._pipeline.reseeded(self.nodes, tf.bitwise.bitwise_xor(ours, drawn))
 
 
-def _seeds_of(step: Step, seed: int, number: int) -> tuple[int, int]:
+def _list_seeds(step: Step, seed: int, number: int) -> tuple[int, int]:
     if step.is_seeded:
         return step.numbers["seed"], step.numbers["seed2"]
     first, second = np.random.SeedSequence([seed, number]).generate_state(2)

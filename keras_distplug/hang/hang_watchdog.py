@@ -146,11 +146,11 @@ class HangWatchdog(Watchdog):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()
         others = callback_list.move_to_front(self)
-        if self.stands_aside(others):
+        if self.defers_to_other(others):
             return
         self._keeper = keeper_among(others)
-        self._role = agreement.role_under(self.model.distribute_strategy)
-        self._agreement = agreement.among(self._role)
+        self._role = agreement.get_role(self.model.distribute_strategy)
+        self._agreement = agreement.get_channel(self._role)
         self._patience = Patience(self._limits())
         self._training_thread = threading.get_ident()
         self._fit = callback_list.Calling.now()
@@ -235,7 +235,7 @@ class HangWatchdog(Watchdog):
         if not self._undo:
             return  # called by an `evaluate` that uses the same callbacks
         before, now_s = self._progress, time.monotonic()
-        self._patience.took(before.stage, now_s - before.at_s)
+        self._patience.record_duration(before.stage, now_s - before.at_s)
         self._progress = _Progress(before.number + 1, stage, doing, batch, self._epoch, now_s)
         self._update_sentinel(self._patience.limit_s(stage))
 
@@ -297,7 +297,7 @@ class HangWatchdog(Watchdog):
             self._stall = (progress, stalled_s + looked_s - now_s)
             ask_at_s = now_s + verdict.look_again_s
             if verdict.hang is not None and self._progress is progress:
-                self._inquiry.tell(verdict.hang)
+                self._inquiry.report_hang(verdict.hang)
                 self._end(verdict.hang)
                 ask_at_s = math.inf  # report a hang only once
 
@@ -328,8 +328,8 @@ class HangWatchdog(Watchdog):
             self._ending.release()
             return
         if (supervised := Supervised.from_env()) is not None:
-            tell = supervised.report
-            _run_with_limit(lambda: tell(self._role.name, Phase.HUNG, hang))
+            report_phase = supervised.report
+            _run_with_limit(lambda: report_phase(self._role.name, Phase.HUNG, hang))
         self._inquiry.leave()
         code = int(ExitCode.HUNG)
         last = f"keras_distplug: {who} exits with code {code}; restart the script to resume\n"

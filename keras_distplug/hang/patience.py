@@ -44,7 +44,7 @@ class Patience:
         self._longest_s = dict.fromkeys(Stage, 0.0)
         self._limits_s = {**_FLOORS_S, **limits_s}
 
-    def took(self, stage: Stage, seconds: float) -> None:
+    def record_duration(self, stage: Stage, seconds: float) -> None:
         if seconds <= self._longest_s[stage]:
             return
         for each in {stage, _LIKE.get(stage, stage)}:

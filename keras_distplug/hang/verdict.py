@@ -124,7 +124,7 @@ class Inquiry:
         """Asks all workers. Takes a few seconds at most."""
         return judge({self._worker: self._report()})
 
-    def tell(self, hang: str) -> None:
+    def report_hang(self, hang: str) -> None:
         """Makes all workers that can receive messages end because of this hang."""
 
     def leave(self) -> None:
@@ -184,7 +184,7 @@ class ClusterInquiry(Inquiry):
         now_s = time.monotonic()
         return judge(reports, {each: now_s - at_s for each, at_s in self._heard_s.items()})
 
-    def tell(self, hang: str) -> None:
+    def report_hang(self, hang: str) -> None:
         if not self._is_chief_reachable():
             return
         try:
@@ -198,13 +198,13 @@ class ClusterInquiry(Inquiry):
             return
         try:
             within(
-                _ANSWER_S, lambda: self._channel.tell_first(f"left/{self._role.rank}", ""), _THREAD
+                _ANSWER_S, lambda: self._channel.send_once(f"left/{self._role.rank}", ""), _THREAD
             )
             if self._role.is_chief:
                 end_s = time.monotonic() + _ANSWER_S
                 for rank, name in enumerate(self._role.workers):
                     if name not in self._silent:
-                        self._channel.hear(f"left/{rank}", max(end_s - time.monotonic(), 0.1))
+                        self._channel.receive(f"left/{rank}", max(end_s - time.monotonic(), 0.1))
         except (TimeoutError, AgreementError):
             return
 
@@ -219,13 +219,13 @@ class ClusterInquiry(Inquiry):
             return
         topic = f"report/{said['ask']}/{self._role.rank}"
         try:
-            self._channel.tell_first(topic, json.dumps(asdict(self._report())))
+            self._channel.send_once(topic, json.dumps(asdict(self._report())))
         except AgreementError:
             return  # the other worker treats this as no answer
 
     def _answer(self, round_: str, rank: int, timeout_s: float) -> Report | None:
         try:
-            answer = self._channel.hear(f"report/{round_}/{rank}", timeout_s)
+            answer = self._channel.receive(f"report/{round_}/{rank}", timeout_s)
         except AgreementError as error:
             if isinstance(error.__cause__, TimeoutError):
                 return None

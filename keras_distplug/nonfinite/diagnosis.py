@@ -49,7 +49,10 @@ def diagnose(
         train_step: The step. Defaults to that of `model`.
     """
     step = _Step(model)
-    with probe.apart(model), probe.listening(model, step.on_call, step.on_loss, step.on_gradients):
+    with (
+        probe.isolate_replica(model),
+        probe.listening(model, step.on_call, step.on_loss, step.on_gradients),
+    ):
         (train_step or model.train_step)(tf.nest.map_structure(_as_tensor, batch))
     is_finite = step.is_loss_finite and not step.variables
     return Diagnosis(

@@ -20,7 +20,7 @@ from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.backend.tensorflow.runtime.workers import replicas_here
 from keras_distplug.nonfinite.spikes import Window
 from keras_distplug.step.instrumentation import StepInstrument
-from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
+from keras_distplug.step.replica_step import ReplicaStep, get_size, scales_loss
 
 # Updates, loss, norm, both scores, and which gradients are finite.
 _Observed = tuple[tf.Tensor, ...]
@@ -94,7 +94,7 @@ class NaNGate(StepInstrument):
         self._faults = []
         self.max_score = max_score
         here = replicas_here(self._model.distribute_strategy)
-        for name in models.optimizers_of(self._model) if max_score is not None else ():
+        for name in models.list_optimizers(self._model) if max_score is not None else ():
             for what, by_logarithm in ((_norms_key(name), True), (_losses_key(name), False)):
                 if what not in self._windows:
                     self._windows[what] = [Window(by_logarithm=by_logarithm) for _ in range(here)]
@@ -121,7 +121,7 @@ class NaNGate(StepInstrument):
         return replicas[int(tf.get_static_value(step.replica)) % len(replicas)]
 
     def _optimizer_name(self, optimizer: keras.optimizers.Optimizer) -> str:
-        named = models.optimizers_of(self._model)
+        named = models.list_optimizers(self._model)
         return next(name for name, each in named.items() if each is optimizer)
 
     # The hooks of an instrument
@@ -138,7 +138,7 @@ class NaNGate(StepInstrument):
         if not step.losses or scales_loss(optimizer):
             return gradients
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        place = min(present, key=lambda i: size_of(gradients[i]))
+        place = min(present, key=lambda i: get_size(gradients[i]))
         spoiled = _poison_unless(_has_sound_loss(step), gradients[place])
         return [*gradients[:place], spoiled, *gradients[place + 1 :]]
 

@@ -21,7 +21,7 @@ from keras_distplug.nonfinite import batches
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.manifest import VariableSpec
-from keras_distplug.storage.sealed import ChangedError, digest_of
+from keras_distplug.storage.sealed import ChangedError, compute_digest
 
 FOLDER = "incidents"
 _DIGEST = "sha256"
@@ -73,7 +73,7 @@ def encode(incident: Incident, batch: Any) -> Iterator[memoryview]:
         TypeError: If the batch is not made of numeric arrays in tuples, lists and dictionaries.
     """
     structure, arrays = batches.split_batch(batch)
-    variables = codec.specs_of(arrays)
+    variables = codec.make_specs(arrays)
     pieces = codec.share(variables, 0, 1)
     metadata = {
         "format": "keras_distplug incident",
@@ -90,7 +90,7 @@ def _digest(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> st
     hashed = xxhash.xxh3_128()
     for part in data:
         hashed.update(part)
-    return digest_of({"header": header, "data": hashed.hexdigest()})
+    return compute_digest({"header": header, "data": hashed.hexdigest()})
 
 
 def names(files: Files) -> list[str]:
@@ -148,7 +148,7 @@ def _decoded(file: bytes) -> tuple[Incident, Any]:
     for key, shape, dtype in json.loads(metadata["arrays"]):
         spec = VariableSpec(key, tuple(shape), dtype)
         require_types(spec)
-        end = offset + codec.bytes_of([spec])
+        end = offset + codec.count_bytes([spec])
         arrays[key] = np.frombuffer(data[offset:end], np.dtype(dtype)).reshape(spec.shape)
         offset = end
     if offset != len(data):

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 
 from keras_distplug.callbacks.run_keeper import RunKeeper
 from keras_distplug.core.log import announce
-from keras_distplug.core.threads import in_daemon
+from keras_distplug.core.threads import run_in_daemon
 from keras_distplug.nonfinite import incident_files
 from keras_distplug.nonfinite.diagnosis import Diagnosis, diagnose
 from keras_distplug.nonfinite.gate import Fault
@@ -75,7 +75,7 @@ class Incidents:
             _warn(incident.name, error)
             return
         write = functools.partial(self._keeper.keep_file, incident.path, parts)
-        self._writing.append((incident.name, in_daemon(write, "keras_distplug-incident")))
+        self._writing.append((incident.name, run_in_daemon(write, "keras_distplug-incident")))
 
     def report_finished(self) -> None:
         """Reports the batches that have been written since the last call."""

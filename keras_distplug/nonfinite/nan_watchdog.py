@@ -30,7 +30,7 @@ from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
 from keras_distplug.nonfinite.gate import Fault, NaNGate
 from keras_distplug.nonfinite.incidents import Incidents
-from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, find_culprits
+from keras_distplug.nonfinite.skipped_updates import ReplicaValues, SkippedUpdate, find_culprits
 from keras_distplug.nonfinite.skips_on_workers import WorkerSkips
 from keras_distplug.step.executions import Executions
 from keras_distplug.step.instrumentation import StepInstrumentation
@@ -87,7 +87,7 @@ class NaNWatchdog(Watchdog):
             find that the fault was transient), and saved as a safetensors file in the folder
             `incidents` of the `BackupAndRestore`'s directory, for `keras-distplug replay`. These
             files contain your data; 0 disables them. Defaults to 8.
-        on_fault: A function called with every `LeftOut`, on every worker. Defaults to `None`.
+        on_fault: A function called with every `SkippedUpdate`, on every worker. Defaults to `None`.
 
     Raises:
         ConfigurationError: If an argument is invalid.
@@ -101,7 +101,7 @@ class NaNWatchdog(Watchdog):
         *,
         max_score: float | None = None,
         max_incidents: int = 8,
-        on_fault: Callable[[LeftOut], None] | None = None,
+        on_fault: Callable[[SkippedUpdate], None] | None = None,
     ) -> None:
         super().__init__()
         require_ints(
@@ -145,7 +145,7 @@ class NaNWatchdog(Watchdog):
         super().set_model(model)
         trainer.adapt(model)
         # Must happen here, because Keras builds the step before `on_train_begin`.
-        if self.stands_aside(callback_list.move_to_front(self)):
+        if self.defers_to_other(callback_list.move_to_front(self)):
             return
         self._instrumentation = StepInstrumentation.of(model)
         self._gate = self._instrumentation.shared(NaNGate)
@@ -170,8 +170,8 @@ class NaNWatchdog(Watchdog):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_front(self)
         self._keeper = keeper_among(others)
-        self._role = agreement.role_under(self.model.distribute_strategy)
-        self._agreement = agreement.among(self._role)
+        self._role = agreement.get_role(self.model.distribute_strategy)
+        self._agreement = agreement.get_channel(self._role)
         self._replicas = (
             self.model.distribute_strategy.num_replicas_in_sync if self._on_workers is None else 0
         )
@@ -275,7 +275,7 @@ class NaNWatchdog(Watchdog):
             self._consecutive += 1
             expected = self._consecutive if place is None else place + 1
             replicas = [
-                OfReplica(**{**each, "variables": tuple(each["variables"])})
+                ReplicaValues(**{**each, "variables": tuple(each["variables"])})
                 for worker in of_workers
                 for each in worker[number]
             ]
@@ -294,7 +294,7 @@ class NaNWatchdog(Watchdog):
             results = self.model.get_metrics_result()
             logs.update({name: results[name] for name in logs if name in results})
 
-    def _diagnose_step(self, step: list[Fault], place: int | None) -> list[OfReplica]:
+    def _diagnose_step(self, step: list[Fault], place: int | None) -> list[ReplicaValues]:
         """Returns the faults of this process's replicas in a step, with diagnoses."""
         looked_into = []
         # If an optimizer has several faulty updates in one step, the first is the most telling.
@@ -302,7 +302,7 @@ class NaNWatchdog(Watchdog):
         for fault in sorted(firsts.values(), key=lambda each: each.replica):
             looks = not fault.is_finite and self._incidents.accepts(fault)
             diagnosis = self._incidents.diagnosis(fault) if looks else None
-            replica = OfReplica(
+            replica = ReplicaValues(
                 fault.replica,
                 self._where,
                 fault.loss,
@@ -317,7 +317,7 @@ class NaNWatchdog(Watchdog):
         return looked_into
 
     def _save_finite(
-        self, step: list[Fault], place: int | None, culprits: Sequence[OfReplica]
+        self, step: list[Fault], place: int | None, culprits: Sequence[ReplicaValues]
     ) -> None:
         """Saves the batches of finite faults, whose culprits are known only after all workers have
         reported."""
@@ -326,7 +326,7 @@ class NaNWatchdog(Watchdog):
             if fault.is_finite and fault.replica in named and self._incidents.accepts(fault):
                 self._save_batch(fault, place, named[fault.replica])
 
-    def _save_batch(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
+    def _save_batch(self, fault: Fault, place: int | None, replica: ReplicaValues) -> None:
         self._incidents.save(fault, self._epoch, self._batch + (place or 0), str(replica))
 
     def _group_by_step(self, faults: list[Fault]) -> list[list[Fault]]:
@@ -358,9 +358,9 @@ class NaNWatchdog(Watchdog):
         return places
 
     def _report_skip(
-        self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault | None
+        self, place: int | None, culprits: tuple[ReplicaValues, ...], first: Fault | None
     ) -> None:
-        fault = LeftOut(
+        fault = SkippedUpdate(
             self._epoch,
             None if place is None else self._batch + place,
             culprits,
@@ -414,7 +414,7 @@ class NaNWatchdog(Watchdog):
         return NonFiniteError(f"{why}. {_REMEDY}")
 
 
-def _as_event(fault: LeftOut) -> UpdateLeftOut:
+def _as_event(fault: SkippedUpdate) -> UpdateLeftOut:
     return UpdateLeftOut(
         epoch=fault.epoch,
         batch=fault.batch,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class OfReplica:
+class ReplicaValues:
     """The values of one replica, without the others, in a step whose update was not applied.
 
     Args:
@@ -52,7 +52,7 @@ class OfReplica:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedUpdate:
     """An update that was not applied.
 
     Args:
@@ -71,7 +71,7 @@ class LeftOut:
 
     epoch: int
     batch: int | None
-    culprits: tuple[OfReplica, ...]
+    culprits: tuple[ReplicaValues, ...]
     replicas: int
     score: float | None
     loss_score: float | None
@@ -97,7 +97,7 @@ class LeftOut:
         return f"epoch {self.epoch + 1}, {batch}: {what}{why}"
 
 
-def find_culprits(replicas: Sequence[OfReplica]) -> tuple[OfReplica, ...]:
+def find_culprits(replicas: Sequence[ReplicaValues]) -> tuple[ReplicaValues, ...]:
     """Returns the replicas that caused a step's fault.
 
     If all gradients are finite, these are the replicas whose gradient norm is more than three times

@@ -6,7 +6,7 @@ import time
 
 import keras
 
-from keras_distplug.backend.tensorflow.parameter_server.scheduled import schedule_of
+from keras_distplug.backend.tensorflow.parameter_server.scheduled import get_schedule
 
 _EVERY_S = 1.0  # a request to a parameter server takes as long as a small step
 
@@ -21,8 +21,8 @@ class WorkerSkips:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._schedule = schedule_of(model)
-        self._schedule.leave_out_non_finite()
+        self._schedule = get_schedule(model)
+        self._schedule.skip_non_finite()
         self._reported = 0
         self._polled_s = time.monotonic()
 
@@ -35,12 +35,12 @@ class WorkerSkips:
         """
         if not force and time.monotonic() - self._polled_s < _EVERY_S:
             return None
-        total, in_a_row = self._schedule.left_out()
+        total, in_a_row = self._schedule.count_skipped()
         self._polled_s = time.monotonic()
         new, self._reported = total - self._reported, total
         return new, in_a_row
 
     def reset(self) -> None:
         """Resets the counts."""
-        self._schedule.forget_left_out()
+        self._schedule.reset_skipped()
         self._reported = 0

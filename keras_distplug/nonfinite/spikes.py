@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.replicas.touched import leave_out
+from keras_distplug.backend.tensorflow.replicas.touched import exclude_variable
 
 WINDOW = 128
 _ENOUGH = 32
@@ -28,8 +28,8 @@ class Window:
 
     def __init__(self, *, by_logarithm: bool) -> None:
         self._by_logarithm = by_logarithm
-        self._values = leave_out(tf.Variable(tf.zeros([WINDOW]), trainable=False))
-        self._count = leave_out(tf.Variable(0, trainable=False))
+        self._values = exclude_variable(tf.Variable(tf.zeros([WINDOW]), trainable=False))
+        self._count = exclude_variable(tf.Variable(0, trainable=False))
 
     def score(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the score of `value`; 0 while the window has too few values."""

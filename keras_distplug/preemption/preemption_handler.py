@@ -131,11 +131,11 @@ class PreemptionHandler(Watchdog):
                 "those of `keras_distplug.defaults()`."
             )
         self._end()
-        if self.stands_aside(others):
+        if self.defers_to_other(others):
             return
         self._keeper = keeper
-        self._role = agreement.role_under(self.model.distribute_strategy)
-        self._agreement = agreement.among(self._role)
+        self._role = agreement.get_role(self.model.distribute_strategy)
+        self._agreement = agreement.get_channel(self._role)
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._received = []
         self._fit = callback_list.Calling.now()
@@ -205,7 +205,7 @@ class PreemptionHandler(Watchdog):
             # The main thread may wait for another worker forever.
             os._exit(ExitCode.INTERRUPTED)
         if self._watch is not None:
-            self._watch.hand_over(signal.SIGINT)
+            self._watch.run_previous_handler(signal.SIGINT)
 
     def _on_notice(self, notice: Notice) -> None:
         """Handles a notice of the cloud. Called from a thread."""
@@ -254,7 +254,7 @@ class PreemptionHandler(Watchdog):
             raise KeyboardInterrupt
         if self.exit or (self.exit is None and not is_interactive() and _in_main_thread()):
             if self._role.cluster:
-                leaving.with_code(ExitCode.PREEMPTED)
+                leaving.set_exit_code(ExitCode.PREEMPTED)
             sys.exit(ExitCode.PREEMPTED)
         raise Preempted(
             f"{notice}. Training has ended with {what}. To resume, call `fit` again or restart the "
@@ -275,7 +275,7 @@ class PreemptionHandler(Watchdog):
         if self._role.is_chief:  # its clock is used for all workers
             left_s = None if cause.is_user else cause.at_unix_s - time.time()
             payload = json.dumps(left_s)
-        left_s = json.loads(self._agreement.from_chief("time left", payload))
+        left_s = json.loads(self._agreement.broadcast("time left", payload))
         return self._keeper.save_before_leaving(logs, left_s)
 
     def _end(self) -> None:

@@ -83,7 +83,7 @@ class SignalWatch:
             signal.set_wakeup_fd(self._previous_fd if now == self._sender.fileno() else now)
         self._sender.close()  # the thread reads the end of the stream and finishes
 
-    def hand_over(self, number: int) -> None:
+    def run_previous_handler(self, number: int) -> None:
         """Runs the previous handler in the main thread, even if that is blocked.
 
         Called from another thread.

@@ -96,15 +96,15 @@ class CollectiveStop(Stop):
             if self._reported is not None:
                 return
             self._reported = self._position
-        tell, hear = self._mailbox.tell, self._mailbox.hear
+        post, receive = self._mailbox.post, self._mailbox.receive
         try:
-            tell(f"moment/{self._role.rank}", str(self._reported))
+            post(f"moment/{self._role.rank}", str(self._reported))
             if self._role.is_chief:
                 ranks = range(self._role.world_size)
-                positions = [int(hear(f"moment/{rank}")) for rank in ranks]
+                positions = [int(receive(f"moment/{rank}")) for rank in ranks]
                 # All workers use the chief's cause, because they may have received different ones.
-                tell("stop", json.dumps([max(positions) + 1, text]))
-            stop_at, text = json.loads(hear("stop"))
+                post("stop", json.dumps([max(positions) + 1, text]))
+            stop_at, text = json.loads(receive("stop"))
             self._stop_at, self._cause = stop_at, Cause(**json.loads(text))
         except AgreementError as error:
             if not self._mailbox.is_closed:

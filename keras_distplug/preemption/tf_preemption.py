@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from keras_distplug.backend.tensorflow.runtime.preemption_notice import NOTICE_KEY, task_name
 from keras_distplug.cluster.channel import KeyValues
-from keras_distplug.cluster.listeners import close_at_exit, in_background
+from keras_distplug.cluster.listeners import close_at_exit, run_in_background
 
 _CLOSED = "keras_distplug: closed"
 _CLOSING_S = 5.0
@@ -30,13 +30,13 @@ class TfPreemptionNotice:
         self._store = store
         self._report = report
         self._closed = threading.Event()
-        self._thread = in_background(self._listen)
+        self._thread = run_in_background(self._listen)
         close_at_exit(self)
 
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
-            in_background(self._end_listening).join(_CLOSING_S)
+            run_in_background(self._end_listening).join(_CLOSING_S)
 
     def _listen(self) -> None:
         # The connection is lost only with a worker, which ends `fit` with its own error.

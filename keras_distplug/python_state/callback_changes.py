@@ -54,7 +54,7 @@ class CallbackChanges:
         self._model = model
         self._lost: dict[str, None] = {}
         self._note_known()
-        self._code = {name: script_code.code_of(each) for name, each in callbacks.items()}
+        self._code = {name: script_code.find_code(each) for name, each in callbacks.items()}
         self._changes = {
             name: Changes(owner, functools.partial(self._walk, name), self._policy(name))
             for name, owner in {**callbacks, _MODEL: model}.items()
@@ -79,7 +79,9 @@ class CallbackChanges:
 
     def _policy(self, name: str) -> Policy:
         code = self._code.get(name)
-        codes = [*self._code.values(), script_code.code_of(self._model)] if code is None else [code]
+        codes = (
+            [*self._code.values(), script_code.find_code(self._model)] if code is None else [code]
+        )
         changed = frozenset().union(*(each.changed for each in codes))
         clocks = frozenset() if code is None else code.clocks
         return Policy(
@@ -98,7 +100,7 @@ class CallbackChanges:
             if not script_code.is_of_script(type(callback)):
                 continue
             lines += [
-                f"{name}.{walk.title_of(place.path)}: the position of {what} cannot be saved"
+                f"{name}.{walk.get_title(place.path)}: the position of {what} cannot be saved"
                 for place in self._changes[name].places()[0]
                 if not place.is_global and (what := _positioned(place.value))
             ]
@@ -148,7 +150,7 @@ class CallbackChanges:
             if place.path in shared
         ]
         lost = []
-        for place, value, start in own.since_start(p for p in places if p.path not in shared):
+        for place, value, start in own.find_changed(p for p in places if p.path not in shared):
             is_holder = value.kind in ("variables", "generator")
             if value.kind == "" or (is_holder and (start is None or start.kind != value.kind)):
                 lost.append(place)  # or it was created during training
@@ -185,7 +187,7 @@ class CallbackChanges:
         for place in lost:
             if place.path[0] not in code.made_in_epochs:
                 first = (*place.path[:1], *place.path[1:2]) if len(place.path) > 2 else place.path
-                title = walk.title_of(first)
+                title = walk.get_title(first)
                 kind = f" ({type(place.value).__name__})" if first == place.path else ""
                 titles[f"{name}.{title}{kind}"] = None
         self._lost.update(titles)
@@ -205,7 +207,7 @@ class CallbackChanges:
         """Restores the result of `capture`. Returns the attributes that no longer exist."""
         self._note_known()
         return [
-            f"{name}.{walk.title_of(path)}"
+            f"{name}.{walk.get_title(path)}"
             for name, own in self._changes.items()
             for path in own.restore([_saved(each, arrays) for each in states.get(name, ())])
         ]
@@ -219,11 +221,11 @@ class CallbackChanges:
             return id(value) in self._known
         if isinstance(value, list | tuple) and value:
             return all(map(self._is_models, value))
-        variables = walk.variables_of(value)
+        variables = walk.list_variables(value)
         return bool(variables) and not self._own_variables(value)
 
     def _own_variables(self, value: Any) -> list[Any] | None:
-        variables = walk.variables_of(value)
+        variables = walk.list_variables(value)
         if variables is None:
             return None
         return [each for each in variables if id(each) not in self._known]
@@ -233,7 +235,7 @@ class CallbackChanges:
         return {key: text for key, _, text in self._small_places()}
 
     @contextlib.contextmanager
-    def with_small_values(self, values: SmallValues) -> Iterator[None]:
+    def replace_small_values(self, values: SmallValues) -> Iterator[None]:
         """Temporarily replaces `small_values` with `values`; does nothing if these are empty."""
         with contextlib.ExitStack() as undo:
             for key, place, text in self._small_places():

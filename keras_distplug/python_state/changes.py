@@ -149,7 +149,7 @@ class Changes:
         """Returns the values that are reachable from the object now, and their owners."""
         return self._walk(self.at_start)
 
-    def since_start(self, places: Iterable[Place]) -> Iterator[tuple[Place, Value, Start | None]]:
+    def find_changed(self, places: Iterable[Place]) -> Iterator[tuple[Place, Value, Start | None]]:
         """Yields those of `places` that have changed, with their current and initial values."""
         for place in places:
             if not self.is_ignored(place):

@@ -45,7 +45,7 @@ class Attributes:
         self._others = frozenset(others)
         self._only_generators = only_generators
         self._marks = {
-            name: _mark(value) for name, value in self._own() if _bytes_of(value) > SMALL_BYTES
+            name: _mark(value) for name, value in self._own() if _sum_bytes(value) > SMALL_BYTES
         }
         self._texts = {
             name: encode(value)
@@ -58,7 +58,7 @@ class Attributes:
         values = {
             name: encode(value)
             for name, value in self._own()
-            if _bytes_of(value) <= MOST_BYTES
+            if _sum_bytes(value) <= MOST_BYTES
             and (name not in self._marks or _mark(value) != self._marks[name])
         }
         # Text may be a path, which may differ in another process.
@@ -89,7 +89,7 @@ class Attributes:
         return [
             name
             for name, value in self._own()
-            if _bytes_of(value) > MOST_BYTES and _mark(value) != self._marks.get(name)
+            if _sum_bytes(value) > MOST_BYTES and _mark(value) != self._marks.get(name)
         ]
 
     def _own(self) -> list[tuple[str, Any]]:
@@ -143,12 +143,12 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(each)
 
 
-def _bytes_of(value: Any) -> int:
-    """Returns `bytes_of`, or 0 for dicts, which are always kept."""
-    return 0 if isinstance(value, dict) else bytes_of(value)
+def _sum_bytes(value: Any) -> int:
+    """Returns `count_bytes`, or 0 for dicts, which are always kept."""
+    return 0 if isinstance(value, dict) else count_bytes(value)
 
 
-def bytes_of(value: Any) -> int:
+def count_bytes(value: Any) -> int:
     """Returns the size of an array, or the approximate size of a container's JSON."""
     if isinstance(value, np.ndarray):
         return int(value.nbytes)

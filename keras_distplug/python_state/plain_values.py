@@ -75,7 +75,7 @@ class Encoder:
         if kind in _PLAIN:
             return value
         if isinstance(value, enum.Enum):
-            return {_ENUM: [_name_of(kind, value, path), value.name]}
+            return {_ENUM: [_get_name(kind, value, path), value.name]}
         if kind is float:
             return value if math.isfinite(value) else {_FLOAT: str(value)}
         if isinstance(value, np.generic):
@@ -109,7 +109,7 @@ class Encoder:
         if kind is tuple:
             return {_TUPLE: self._entries(entries, key, path)}
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return {_NAMED: [_name_of(kind, value, path), self._entries(entries, key, path)]}
+            return {_NAMED: [_get_name(kind, value, path), self._entries(entries, key, path)]}
         raise UnsavableError(path, value)
 
     def _entries(self, values: list[Any], key: str, path: str) -> Any:
@@ -141,7 +141,7 @@ class Encoder:
 
     def _mapping(self, value: dict[Any, Any], key: str, path: str) -> Any:
         pairs = _copied(lambda given: list(given.items()), value, path)
-        kind = _kind_of(value)
+        kind = _get_kind(value)
         names = [each for each, _ in pairs]
         if kind == "" and all(type(each) is str and not each.startswith("__") for each in names):
             if {type(each) for _, each in pairs} <= _PLAIN:
@@ -182,7 +182,7 @@ def _copied(copy: Callable[[Any], list[Any]], value: Any, path: str) -> list[Any
     raise UnsavableError(path, value)
 
 
-def _kind_of(value: dict[Any, Any]) -> str:
+def _get_kind(value: dict[Any, Any]) -> str:
     """Returns a name from which a dict of the same type can be created."""
     if type(value) is collections.defaultdict:
         name = getattr(value.default_factory, "__name__", "")
@@ -196,7 +196,7 @@ def _is_of_keras(kind: type) -> bool:
     return kind.__module__.split(".")[0] == "keras"  # models wrap their attributes in these
 
 
-def _name_of(kind: type, value: Any, path: str) -> str:
+def _get_name(kind: type, value: Any, path: str) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     try:
         if _class(name) is kind:

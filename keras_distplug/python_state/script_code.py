@@ -74,7 +74,7 @@ def attributes(owner: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def functions_of(owner: Any) -> Iterator[types.FunctionType]:
+def list_functions(owner: Any) -> Iterator[types.FunctionType]:
     """Yields functions of the script among the methods and attributes of an object."""
     kinds = [kind for kind in type(owner).__mro__ if not is_of_library(kind)]
     members = [member for kind in kinds for member in vars(kind).values()]
@@ -107,7 +107,7 @@ def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str
 def attributes_set_by_script(owners: Iterable[Any]) -> set[str]:
     """Returns names of attributes that functions of the script in some objects may set."""
     names: set[str] = set()
-    for function in (each for owner in owners for each in functions_of(owner)):
+    for function in (each for owner in owners for each in list_functions(owner)):
         names |= stored(function.__code__)
         if "setattr" in function.__code__.co_names:
             names.update(each for each in function.__code__.co_consts if isinstance(each, str))
@@ -156,9 +156,9 @@ class Code:
         return frozenset().union(*related)
 
 
-def code_of(callback: keras.callbacks.Callback | keras.Model) -> Code:
+def find_code(callback: keras.callbacks.Callback | keras.Model) -> Code:
     """Analyzes the code of a callback, or of a model."""
-    functions = list(functions_of(callback))
+    functions = list(list_functions(callback))
 
     def assigned(names: frozenset[str], *, is_in: bool) -> frozenset[str]:
         of_these = [each for each in functions if (each.__name__ in names) == is_in]

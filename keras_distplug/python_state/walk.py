@@ -106,7 +106,7 @@ class Place:
 Walked = tuple[list[Place], Owners]  # the values, and their owners
 
 
-def title_of(path: Path) -> str:
+def get_title(path: Path) -> str:
     """Returns the path of a value as it is written in the script: `meter.total`."""
     return ".".join(part for part in path if not part.startswith("<"))
 
@@ -126,7 +126,7 @@ def from_callback(
     others = script_code.attributes_set_by_script(
         each for each in closed if isinstance(each, keras.callbacks.Callback)
     )
-    others -= set(keras_callbacks.attributes_of(callback))  # these are saved anyway
+    others -= set(keras_callbacks.get_attributes(callback))  # these are saved anyway
     hidden = script_code.attributes_set_by_library(type(callback))
     hidden -= (own | others) - script_code.OF_EVERY_CALLBACK
     return walk.all_of(walk.from_object(callback, (), hidden))
@@ -163,7 +163,7 @@ def from_model(
     parts: dict[Path, Any] = {(): model, ("loss",): model.loss, ("optimizer",): model.optimizer}
     for place, layer in models.layers_by_place(model).items():
         parts["layers", place] = layer
-    for number, metric in enumerate(models.metrics_of(model)):
+    for number, metric in enumerate(models.list_metrics(model)):
         parts["metrics", str(number)] = metric
     walk = _Walk([*parts.values(), *callbacks], at_start)
     by_callbacks = script_code.attributes_set_by_script(callbacks)
@@ -191,13 +191,13 @@ def from_model(
 def _has_variables(value: Any) -> bool:
     """Returns True if a value is a variable, or directly holds variables."""
     entries = value.values() if isinstance(value, dict) else value
-    return variables_of(value) is not None or any(
+    return list_variables(value) is not None or any(
         isinstance(each, keras.Variable | tf.Variable)
         for each in (value, *(entries if isinstance(value, dict | list | tuple) else ()))
     )
 
 
-def variables_of(value: Any) -> list[Any] | None:
+def list_variables(value: Any) -> list[Any] | None:
     """Returns the variables of an object of Keras or TensorFlow; None for other objects."""
     if isinstance(value, keras.random.SeedGenerator | tf.random.Generator):
         return [value.state]
@@ -271,7 +271,7 @@ class _Walk:
             if self._is_new(value):
                 hidden = script_code.attributes_set_by_library(type(value))
                 yield from self.from_object(
-                    value, path, hidden - {*keras_callbacks.attributes_of(value)}
+                    value, path, hidden - {*keras_callbacks.get_attributes(value)}
                 )
         elif _is_object(value):
             known, _ = self._at_start.objects.get(id(value), (path, None))
@@ -391,7 +391,7 @@ def _is_object(value: Any) -> bool:
     if kind in (types.SimpleNamespace, argparse.Namespace):
         return True
     no_object = (BaseException, enum.Enum, tuple, list, dict, set, np.ndarray, keras.Variable)
-    return is_of_script(kind) and not isinstance(value, no_object) and variables_of(value) is None
+    return is_of_script(kind) and not isinstance(value, no_object) and list_variables(value) is None
 
 
 def _may_hold_state(value: Any) -> bool:
@@ -402,7 +402,7 @@ def _may_hold_state(value: Any) -> bool:
         or isinstance(value, keras.callbacks.Callback | keras.Variable | tf.Variable)
         or random_states.is_generator(value)
         or _is_object(value)
-        or variables_of(value) is not None
+        or list_variables(value) is not None
     )
 
 

@@ -10,7 +10,7 @@ import xxhash
 
 from keras_distplug.backend.tensorflow.replicas import replica_values
 from keras_distplug.backend.tensorflow.runtime.workers import replicas_here
-from keras_distplug.checkpoint.capture import variables_of
+from keras_distplug.checkpoint.capture import list_variables
 
 Checksums = Mapping[int, Mapping[str, str]]
 
@@ -24,10 +24,10 @@ def checksums(model: keras.Model, first_replica: int) -> Callable[[], Checksums]
 
     Returns:
         A function, callable from any thread, that computes a checksum of every variable of
-        `capture.variables_of`. The result maps the number of every replica with its own copy of
+        `capture.list_variables`. The result maps the number of every replica with its own copy of
         the values to checksums by variable key.
     """
-    parts = {name: replica_values.parts(each) for name, each in variables_of(model).items()}
+    parts = {name: replica_values.parts(each) for name, each in list_variables(model).items()}
     here = replicas_here(model.distribute_strategy)
 
     def make() -> Checksums:

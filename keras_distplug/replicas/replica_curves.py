@@ -78,7 +78,7 @@ class ReplicaCurves:
             write_layout(next(iter(self._runs.values())), "Distplug: replicas and workers", charts)
             self._shown |= new
         for run in self._runs.values():
-            run.look_after()
+            run.flush_if_due()
 
     def close(self) -> None:
         """Closes all files; raises OSError if one cannot be written."""

@@ -148,7 +148,7 @@ class ReplicaMetrics(Watchdog):
             self._windows.close()
         self._windows = None
         # Done here because Keras builds the step before `on_train_begin`.
-        if self.stands_aside(callback_list.move_to_front(self)):
+        if self.defers_to_other(callback_list.move_to_front(self)):
             return
         if is_scheduled(model.distribute_strategy):
             announce(
@@ -161,7 +161,7 @@ class ReplicaMetrics(Watchdog):
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
-            self._windows.own.unwant()
+            self._windows.own.disable_counting()
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.on_test_begin(logs)
@@ -175,9 +175,9 @@ class ReplicaMetrics(Watchdog):
         self._same_data: set[tuple[int, ...]] = set()
         self._unchecked = 0
         role = self._windows.own.role
-        self._agreement = agreement.among(role)
+        self._agreement = agreement.get_channel(role)
         files = self._files if role.is_chief else None
-        error = self._agreement.first_complaint("log_dir", _log_dir_error(files))
+        error = self._agreement.first_error("log_dir", _log_dir_error(files))
         if error is not None:
             raise ConfigurationError(error)
         self._curves = ReplicaCurves(files)

@@ -58,8 +58,8 @@ class RoundTrips:
         topic = f"{self._topic}/{self._number}"
         self._number += 1
         start_s = self._now_s()
-        self._exchange.tell(topic, "-" * message_bytes)
-        self._exchange.hear(topic, _ANSWER_S)
+        self._exchange.send(topic, "-" * message_bytes)
+        self._exchange.receive(topic, _ANSWER_S)
         taken_s = self._now_s() - start_s
         self._exchange.forget(topic)
         return taken_s

@@ -99,14 +99,14 @@ class StragglerWatchdog(Watchdog):
             self._windows.close()
         self._windows = None
         # Done here because Keras builds the step before `on_train_begin`.
-        if self.stands_aside(callback_list.move_to_front(self)):
+        if self.defers_to_other(callback_list.move_to_front(self)):
             return
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._windows = StepWindows(OwnWindows(model), self.every_steps)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
-            self._windows.own.unwant()
+            self._windows.own.disable_counting()
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.on_test_begin(logs)

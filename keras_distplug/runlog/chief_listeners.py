@@ -33,7 +33,7 @@ def chief_listeners(
         fits, supervised = read(files, folder.removesuffix(FOLDER).rstrip("/"))
         before = [fit for fit in fits if fit.began.session != began.session]
         if tracked is not None:
-            tracked.hear_earlier(before, supervised, time.time())
+            tracked.on_earlier_attempts(before, supervised, time.time())
         return before, supervised
 
     curves = GoodputCurves(
@@ -41,6 +41,6 @@ def chief_listeners(
         earlier,
         begins_at,
         resumes=began.resumes,
-        on_shares=None if tracked is None else tracked.hear_goodput,
+        on_shares=None if tracked is None else tracked.on_goodput,
     )
     return [curves] if tracked is None else [curves, tracked]

@@ -60,7 +60,7 @@ class EventFiles:
         self._add(tag, metadata, value, 0, time.time())
         self._end_file()
 
-    def look_after(self) -> None:
+    def flush_if_due(self) -> None:
         """Flushes or uploads the files if it is time to; call it regularly.
 
         Raises:

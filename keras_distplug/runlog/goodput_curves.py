@@ -53,13 +53,13 @@ class GoodputCurves:
         self._step = 0
         self._totals = dict.fromkeys(Category, 0.0)
         self._lately: deque[Span] = deque()
-        self._told_at = 0  # TensorBoard's step of the last event
+        self._reported_at = 0  # TensorBoard's step of the last event
         self._given: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
         self._has_failed = self._has_layout = False
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
 
-    def hear(self, at: float, event: Event) -> None:
+    def on_event(self, at: float, event: Event) -> None:
         self._given.put((at, event))
 
     def close(self) -> None:
@@ -81,13 +81,13 @@ class GoodputCurves:
         while (given := self._given.get()) is not None:
             at, event = given
             if not isinstance(event, Window):
-                made.hear(event)
+                made.on_event(event)
                 self._tell(at, event)
                 continue
             self._take(made.take(at, event))
             self._write(at, event.step)
             try:
-                self._files.look_after()
+                self._files.flush_if_due()
             except OSError as error:
                 if not self._has_failed:
                     announce(f"goodput cannot be written for TensorBoard; retrying: {error}")
@@ -117,9 +117,9 @@ class GoodputCurves:
     def _tell(self, at: float, event: Event, *, is_new: bool = True) -> None:
         if (what := _in_words(event)) is None:
             return
-        self._told_at = max(self._told_at + 1, round(at - self._first_at))
+        self._reported_at = max(self._reported_at + 1, round(at - self._first_at))
         if is_new:
-            self._files.add_text("distplug/events", what, self._told_at, at)
+            self._files.add_text("distplug/events", what, self._reported_at, at)
 
     def _take(self, spans: Iterable[Span]) -> None:
         for span in spans:

@@ -162,7 +162,7 @@ class Timeline:
         self._lost = 0
         self._left_out.clear()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Counts skipped and rolled-back updates: the same number of the next steps makes up for
         them, like steps that an attempt repeats."""
         if isinstance(event, UpdateLeftOut):
@@ -217,7 +217,7 @@ def timeline(fits: Sequence[Fit], supervised: Sequence[Entry]) -> tuple[Timeline
         fits: Fits of one rank, oldest first; at least one.
         supervised: The supervisors' events.
     """
-    made = Timeline(min([fits[0].begins_at, *_told_at(supervised, fits[0], Started)]))
+    made = Timeline(min([fits[0].begins_at, *_find_times(supervised, fits[0], Started)]))
     found: list[Span] = []
     for fit in fits:
         found += made.begin(fit.begins_at, resumes=fit.began.resumes)
@@ -225,7 +225,7 @@ def timeline(fits: Sequence[Fit], supervised: Sequence[Entry]) -> tuple[Timeline
             if isinstance(entry.event, Window):
                 found += made.take(entry.at, entry.event)
             else:
-                made.hear(entry.event)
+                made.on_event(entry.event)
         made.end(is_left=_has_left(fit))
     return made, found
 
@@ -240,7 +240,7 @@ def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
     if not fits:
         return []
     made, found = timeline(fits, supervised)
-    ends = _told_at(supervised, fits[-1], Ended)
+    ends = _find_times(supervised, fits[-1], Ended)
     return [*found, *(made.pause(max(ends)) if ends else ())]
 
 
@@ -326,7 +326,7 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
                 last_step=last_step,
                 lost_steps=0 if again_from is None else max(0, last_step - again_from),
                 lost_is_exact=again_from is None or began.reached_before is not None or told_all,
-                end=_end_of(group, failure),
+                end=_describe_end(group, failure),
                 exit_code=None if failure is None else failure.exit_code,
             )
         )
@@ -335,14 +335,14 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
 
 def chiefs(fits: Iterable[Fit]) -> list[Fit]:
     """Returns the fits of rank 0, oldest first."""
-    return of_rank(fits, 0)
+    return select_rank(fits, 0)
 
 
-def of_rank(fits: Iterable[Fit], rank: int) -> list[Fit]:
+def select_rank(fits: Iterable[Fit], rank: int) -> list[Fit]:
     return sorted((fit for fit in fits if fit.began.rank == rank), key=lambda fit: fit.begins_at)
 
 
-def _told_at(supervised: Sequence[Entry], fit: Fit, kind: type[Event]) -> list[float]:
+def _find_times(supervised: Sequence[Entry], fit: Fit, kind: type[Event]) -> list[float]:
     """Returns the times of such events of the supervisor of `fit`, if it has one."""
     job = fit.entries[0].job
     return [
@@ -394,7 +394,7 @@ def _failure(supervised: Sequence[Entry], fit: Fit) -> Failed | None:
     return next((event for event in told if isinstance(event, Failed)), None)
 
 
-def _end_of(group: Sequence[Fit], failure: Failed | None) -> str | None:
+def _describe_end(group: Sequence[Fit], failure: Failed | None) -> str | None:
     if _first(group, Finished):
         return "finished"
     if told := _first(group, Preempted):

@@ -133,7 +133,7 @@ def grouped(found: Sequence[Incident], hosts: Mapping[str, str], place: Place) -
         # Old ones move to the end, so that the newest group is last.
         groups.pop(key, None)
         groups[key] = Group(
-            kind=events.name_of(type(event)),
+            kind=events.get_name(type(event)),
             title=_title(event),
             count=1 if before is None else before.count + 1,
             first_at=incident.at if before is None else before.first_at,

@@ -45,7 +45,7 @@ class Before:
         return f"{lost} {steps} since that checkpoint {were} lost"
 
 
-def look_back(files: Files, run: str, worker: str) -> Before | None:
+def find_earlier_attempts(files: Files, run: str, worker: str) -> Before | None:
     """Returns the earlier attempts when a new one starts; None if there is no log.
 
     Args:

@@ -25,9 +25,9 @@ from typing import Any
 from keras_distplug.core.errors import CheckpointError, NoCheckpointError
 from keras_distplug.core.event_lines import from_line
 from keras_distplug.core.events import SUPERVISOR, Beat, Began, Entry
-from keras_distplug.core.threads import before_threads_end
+from keras_distplug.core.threads import call_before_threads_end
 from keras_distplug.runlog.goodput_totals import Fit
-from keras_distplug.runlog.sinks import SUFFIX, Sink, sink_for
+from keras_distplug.runlog.sinks import SUFFIX, Sink, open_sink
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, open_files
 
@@ -207,7 +207,7 @@ def open_beside(
         ConfigurationError: If `url` cannot be used here.
     """
     files = open_files(url, storage_options)
-    return Log(sink_for(files, f"{folder}/{stem}"), on_failure)
+    return Log(open_sink(files, f"{folder}/{stem}"), on_failure)
 
 
 _logs: weakref.WeakSet[Log] = weakref.WeakSet()
@@ -215,7 +215,7 @@ _logs: weakref.WeakSet[Log] = weakref.WeakSet()
 
 @functools.cache
 def _close_at_exit() -> None:
-    before_threads_end(_close_all)
+    call_before_threads_end(_close_all)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_logs.clear)  # the child does not have their threads
 

@@ -26,7 +26,7 @@ from keras_distplug.cluster import agreement
 from keras_distplug.core import events, reporting, step_marker
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.event_lines import to_line
-from keras_distplug.core.events import Entry, Event, OfReplica, Window
+from keras_distplug.core.events import Entry, Event, ReplicaTimings, Window
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.ledger import Category, Ledger, split
 from keras_distplug.core.log import announce
@@ -38,7 +38,7 @@ from keras_distplug.python_state import json_values
 from keras_distplug.runlog.chief_listeners import chief_listeners
 from keras_distplug.runlog.goodput_curves import GoodputCurves
 from keras_distplug.runlog.log_files import FOLDER, Log
-from keras_distplug.runlog.sinks import sink_for
+from keras_distplug.runlog.sinks import open_sink
 from keras_distplug.runlog.tracked_fit import TrackedFit
 from keras_distplug.step.executions import Executions
 from keras_distplug.step.step_reports import StepReport
@@ -118,7 +118,7 @@ class RunLog(Watchdog):
         trainer.adapt(model)
         self.close()
         # Here, because Keras traces the step before `on_train_begin`.
-        if self.stands_aside(callback_list.move_to_front(self)):
+        if self.defers_to_other(callback_list.move_to_front(self)):
             return
         # Events that are reported before the run is known wait.
         self._writes = _Writes(OwnWindows(model, syncs=True), callback_list.Calling.now())
@@ -134,7 +134,7 @@ class RunLog(Watchdog):
         if self._writes.is_training:
             self._writes.switch(Category.EVALUATION)
         else:
-            self._writes.windows.unwant()
+            self._writes.windows.disable_counting()
             self.close()
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -214,8 +214,8 @@ class RunLog(Watchdog):
 
     def _open(self, writes: _Writes) -> None:
         role = writes.windows.role
-        words = agreement.among(role)
-        session = words.from_chief("log", Writer.new_attempt() if role.is_chief else None)
+        words = agreement.get_channel(role)
+        session = words.broadcast("log", Writer.new_attempt() if role.is_chief else None)
         if self._files is not None:
             files, folder, place = self._files, FOLDER, self.log_dir
             options: Mapping[str, Any] = self._storage_options
@@ -247,12 +247,12 @@ class RunLog(Watchdog):
         )
         where = files.where(folder)
 
-        def tell_failure(error: OSError) -> None:
+        def warn_of_failure(error: OSError) -> None:
             announce(f"the log of this run, in {where}, cannot be written; retrying: {error}")
 
         log = Log(
-            sink_for(files, f"{folder}/{stem}"),
-            tell_failure,
+            open_sink(files, f"{folder}/{stem}"),
+            warn_of_failure,
             _while_there(writes.lost),
             _while_there(writes.beat),
         )
@@ -265,7 +265,7 @@ class RunLog(Watchdog):
                 writes.marker = StepMarker(marked, session, writes.step)
             if place is not None:
                 url = os.fspath(place)
-                supervised.logs_to(str(local_path(url) or url), folder, options)
+                supervised.report_log_folder(str(local_path(url) or url), folder, options)
 
 
 class _Writes:
@@ -320,7 +320,7 @@ class _Writes:
 
     # As a listener
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, events.Restored):
             self.step = event.step
         is_last = isinstance(
@@ -407,7 +407,7 @@ class _Writes:
         if self._log is not None:
             self._log.append(self._line(at, event), is_minor=isinstance(event, Window))
         for each in self._others:
-            each.hear(at, event)
+            each.on_event(at, event)
 
     def _now(self) -> float:
         """Returns seconds since 1970; within one `fit`, setting the clock has no effect."""
@@ -449,7 +449,9 @@ def _window(
         report.step_s,
         report.input_s,
         report.memory_bytes,
-        tuple(OfReplica(each.replica, each.compute_s, each.sync_s) for each in report.replicas),
+        tuple(
+            ReplicaTimings(each.replica, each.compute_s, each.sync_s) for each in report.replicas
+        ),
         loss,
     )
 
@@ -474,7 +476,7 @@ def _hear_of_errors() -> None:
         before(kind, error, trace)
         for listener in reporting.listeners():
             if isinstance(listener, _Writes):
-                listener.hear(events.Raised(f"{kind.__name__}: {error}"))
+                listener.on_event(events.Raised(f"{kind.__name__}: {error}"))
 
     sys.excepthook = hook
 

@@ -9,7 +9,7 @@ from keras_distplug.storage.files import Files
 _UPLOAD_SECS = 70.0  # the longest time between two uploads of a log, and some for the upload
 
 
-def place_of(files: Files, path: str) -> Place:
+def find_place(files: Files, path: str) -> Place:
     """Returns the directory that the training was given, and the run's name.
 
     Args:

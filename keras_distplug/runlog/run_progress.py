@@ -53,7 +53,7 @@ def progress(chiefs: Sequence[Fit]) -> Progress:
     if not chiefs:
         return Progress(0)
     last = chiefs[-1]
-    step = step_of(last)
+    step = get_step(last)
     steps = _all_steps(chiefs)
     windows = [window for fit in chiefs for window in _windows(fit)]
     speed, past_speed = _speeds(windows, _TRAINING)
@@ -76,7 +76,7 @@ def progress(chiefs: Sequence[Fit]) -> Progress:
     )
 
 
-def step_of(fit: Fit) -> int:
+def get_step(fit: Fit) -> int:
     """Returns the last step that a worker has reported."""
     for entry in reversed(fit.entries):
         event = entry.event
@@ -90,7 +90,7 @@ def step_of(fit: Fit) -> int:
 def usual_step_secs(fit: Fit) -> float | None:
     """Returns the longest time per step of a fit's windows, without the first step; None if there
     is none."""
-    each = [_secs_of(window, _TRAINING) / window.steps for window in _windows(fit)]
+    each = [_sum_secs(window, _TRAINING) / window.steps for window in _windows(fit)]
     return max(each, default=None)
 
 
@@ -102,7 +102,7 @@ def _windows(fit: Fit) -> Iterator[Window]:
             yield window
 
 
-def _secs_of(window: Window, categories: Sequence[str]) -> float:
+def _sum_secs(window: Window, categories: Sequence[str]) -> float:
     return sum(window.secs.get(category, 0.0) for category in categories)
 
 
@@ -115,7 +115,7 @@ def _speeds(
         if recent_s >= _RECENT_S or (count >= 3 and len(windows) - count <= _LEAST_PAST):
             break
         recent_s, recent_steps = (
-            recent_s + _secs_of(window, categories),
+            recent_s + _sum_secs(window, categories),
             recent_steps + window.steps,
         )
         count += 1
@@ -124,7 +124,7 @@ def _speeds(
     before = [
         window.steps / secs
         for window in windows[: len(windows) - count]
-        if (secs := _secs_of(window, categories)) > 0
+        if (secs := _sum_secs(window, categories)) > 0
     ]
     past = statistics.median(before) if len(before) >= _LEAST_PAST else None
     return recent_steps / recent_s, past

@@ -12,7 +12,7 @@ from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals
 from keras_distplug.runlog.goodput_totals import Attempt, Fit, Span
 from keras_distplug.runlog.incident_groups import Group, Place, grouped, incidents
-from keras_distplug.runlog.run_progress import Progress, progress, step_of
+from keras_distplug.runlog.run_progress import Progress, get_step, progress
 from keras_distplug.runlog.run_state import ENDED, LEVELS, Clock, Finding, Run, State
 
 _SLOW = 0.67  # of the usual speed
@@ -183,7 +183,7 @@ def _lost(
     has_lost = before > 0 or not is_exact
     if state is State.FINISHED:
         return past if has_lost else "nothing"
-    step = max(step_of(fit) for fit in run.group)
+    step = max(get_step(fit) for fit in run.group)
     saved = 0 if checkpoint is None else int(checkpoint["step"])
     at_risk = _count(max(step - saved, 0), "step")
     if state in ENDED or state is State.RESTARTING:

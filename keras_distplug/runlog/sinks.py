@@ -125,7 +125,7 @@ class Uploaded:
         pass
 
 
-def sink_for(files: Files, stem: str) -> Sink:
+def open_sink(files: Files, stem: str) -> Sink:
     """Returns the sink for the file `stem` in `files`."""
     if isinstance(files, LocalFiles):
         return Appended(files, f"{stem}{SUFFIX}")

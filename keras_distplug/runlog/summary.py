@@ -15,7 +15,7 @@ from keras_distplug.runlog.goodput_totals import Fit, Span
 from keras_distplug.runlog.incident_groups import Place
 from keras_distplug.runlog.replicas_shown import BINS
 from keras_distplug.runlog.run_verdict import Verdict, verdict
-from keras_distplug.storage.survey import Looked
+from keras_distplug.storage.survey import CheckpointState
 
 _MOST_EVENTS = 200
 _UNKNOWN_PLACE = Place()
@@ -26,7 +26,7 @@ def headline(
     fits: Sequence[Fit],
     supervised: Sequence[Entry],
     now: float,
-    checkpoints: Mapping[int, Looked] | None = None,
+    checkpoints: Mapping[int, CheckpointState] | None = None,
     place: Place = _UNKNOWN_PLACE,
     delay_secs: float = 0.0,
 ) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def headline(
         place: The place of the run, for command lines.
         delay_secs: As for `verdict`. Defaults to 0.
     """
-    return headline_of(name, judged(fits, supervised, now, checkpoints, place, delay_secs))
+    return make_headline(name, judged(fits, supervised, now, checkpoints, place, delay_secs))
 
 
 def summary(
@@ -50,20 +50,20 @@ def summary(
     fits: Sequence[Fit],
     supervised: Sequence[Entry],
     now: float,
-    checkpoints: Mapping[int, Looked] | None = None,
+    checkpoints: Mapping[int, CheckpointState] | None = None,
     place: Place = _UNKNOWN_PLACE,
     delay_secs: float = 0.0,
 ) -> dict[str, Any]:
     """Returns everything that a page shows of a run: its `headline`, which has the same arguments,
     and more."""
-    return summary_of(name, fits, judged(fits, supervised, now, checkpoints, place, delay_secs))
+    return summarize(name, fits, judged(fits, supervised, now, checkpoints, place, delay_secs))
 
 
-def summary_of(name: str, fits: Sequence[Fit], found: Judged) -> dict[str, Any]:
+def summarize(name: str, fits: Sequence[Fit], found: Judged) -> dict[str, Any]:
     """Returns the summary of a run that was judged already."""
     spans, begin, end = found.spans, found.begin, found.end
     return {
-        **headline_of(name, found),
+        **make_headline(name, found),
         "secs": {str(category): value for category, value in goodput_totals.totals(spans).items()},
         "unknown_waits": {
             str(category): value
@@ -112,7 +112,7 @@ def judged(
     fits: Sequence[Fit],
     supervised: Sequence[Entry],
     now: float,
-    checkpoints: Mapping[int, Looked] | None = None,
+    checkpoints: Mapping[int, CheckpointState] | None = None,
     place: Place = _UNKNOWN_PLACE,
     delay_secs: float = 0.0,
 ) -> Judged:
@@ -138,7 +138,7 @@ def judged(
     return Judged(found, spans, begin, end, attempts, saved, last, newer)
 
 
-def headline_of(name: str, found: Judged) -> dict[str, Any]:
+def make_headline(name: str, found: Judged) -> dict[str, Any]:
     """Returns the headline of a run that was judged already."""
     last, newer = found.last_checkpoint, found.newer_checkpoint
     lately = goodput_totals.goodput_lately(found.spans, found.begin, found.end)
@@ -220,7 +220,9 @@ def _area(spans: Sequence[Span], begin: float, end: float) -> dict[str, Any]:
     }
 
 
-def _saved(fits: Sequence[Fit], looked: Mapping[int, Looked] | None) -> list[dict[str, Any]]:
+def _saved(
+    fits: Sequence[Fit], looked: Mapping[int, CheckpointState] | None
+) -> list[dict[str, Any]]:
     """Returns all checkpoints with their state; if it is not known, as the log describes them."""
     found: list[dict[str, Any]] = []
     for fit in goodput_totals.chiefs(fits):
@@ -246,10 +248,12 @@ def _saved(fits: Sequence[Fit], looked: Mapping[int, Looked] | None) -> list[dic
     return found
 
 
-def _row(at: float, event: events.Saved, looked: Mapping[int, Looked] | None) -> dict[str, Any]:
-    seen = Looked("committed", False)
+def _row(
+    at: float, event: events.Saved, looked: Mapping[int, CheckpointState] | None
+) -> dict[str, Any]:
+    seen = CheckpointState("committed", False)
     if looked is not None and not event.is_local:  # a worker's local disk is not visible from here
-        seen = looked.get(event.step, Looked("replaced", False))
+        seen = looked.get(event.step, CheckpointState("replaced", False))
     return {
         "at": at,
         "step": event.step,

@@ -54,7 +54,7 @@ class TrackedFit:
         self._outcome = Outcome.INTERRUPTED
         self._alerted: dict[str, tuple[float, int]] = {}  # when, and how many were withheld since
 
-    def hear(self, at: float, event: Event) -> None:
+    def on_event(self, at: float, event: Event) -> None:
         """From any thread."""
         match event:
             case Window():
@@ -78,12 +78,14 @@ class TrackedFit:
         severity = Severity.ERROR if isinstance(event, _ERRORS) else Severity.WARNING
         if isinstance(event, events.SlowReplica) and event.is_over:
             severity = Severity.INFO
-        self._alert(Incident(at, events.name_of(type(event)), what, severity))
+        self._alert(Incident(at, events.get_name(type(event)), what, severity))
         if isinstance(event, events.Hung):
             for outbox in self._outboxes:
                 outbox.flush(_HUNG_SECS)
 
-    def hear_earlier(self, fits: Sequence[Fit], supervised: Sequence[Entry], at: float) -> None:
+    def on_earlier_attempts(
+        self, fits: Sequence[Fit], supervised: Sequence[Entry], at: float
+    ) -> None:
         """Takes what the attempts before this one have reported."""
         saved = [
             entry.at
@@ -107,7 +109,7 @@ class TrackedFit:
         )
         self._alert(Incident(at, "resumed", what, Severity.WARNING))
 
-    def hear_goodput(self, step: int, at: float, shares: Mapping[str, float | None]) -> None:
+    def on_goodput(self, step: int, at: float, shares: Mapping[str, float | None]) -> None:
         """Takes shares of the time until a window's end, by the names of TensorBoard's curves."""
         shown = {
             name: value for key, name in _SHOWN.items() if (value := shares.get(key)) is not None

@@ -67,7 +67,7 @@ class Executions:
         trained: int = self._model.steps_per_execution
         return trained
 
-    def unwant(self) -> None:
+    def disable_counting(self) -> None:
         """Cancels the counting. Call it if `set_params` was not called by `fit`."""
         if self._counter is not None:
             StepInstrumentation.of(self._model).use_none()

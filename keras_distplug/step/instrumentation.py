@@ -224,9 +224,9 @@ class StepInstrumentation(gates.Gate):
     def _install(self) -> None:
         model = self.model
         if any(each.decides for each in (*self._requested, *self._installed)):
-            gates.never_record_assignments(models.seeds_of(model))
+            gates.never_record_assignments(models.list_seeds(model))
             gates.record_assignments([*model.non_trainable_variables, *model.metrics_variables])
-        for optimizer in models.optimizers_of(model).values():
+        for optimizer in models.list_optimizers(model).values():
             optimizers.add_gate(optimizer)
             gates.set_gate(optimizer, self)
         own = self._replacements()
@@ -253,7 +253,7 @@ class StepInstrumentation(gates.Gate):
         for name, own in self._replacements().items():
             if vars(self.model).get(name) == own:
                 override(self.model, name, self.stock[name])
-        for optimizer in models.optimizers_of(self.model).values():
+        for optimizer in models.list_optimizers(self.model).values():
             gates.set_gate(optimizer, None)
         self.retrace()
         self._is_installed = False

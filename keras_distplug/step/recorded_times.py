@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.replicas.touched import leave_out
+from keras_distplug.backend.tensorflow.replicas.touched import exclude_variable
 
 KEPT = 4096  # steps between two calls of `take`
 NOT_RECORDED = -1.0  # not NaN, which `tf.debugging.enable_check_numerics` would report
@@ -35,9 +35,9 @@ class RecordedTimes:
 
     def _make(self) -> None:
         with tf.device("CPU:0"):
-            self._count = leave_out(tf.Variable(0, dtype=tf.int64, trainable=False))
+            self._count = exclude_variable(tf.Variable(0, dtype=tf.int64, trainable=False))
             times = tf.zeros([KEPT, 3], tf.float64)
-            self._times = leave_out(tf.Variable(times, trainable=False))
+            self._times = exclude_variable(tf.Variable(times, trainable=False))
 
     def record(self, *times: tf.Tensor) -> None:
         """Records up to three times from `now`, in the step that is being traced."""

@@ -113,7 +113,7 @@ class ReplicaStep:
         )
 
 
-def size_of(gradient: Any) -> float:
+def get_size(gradient: Any) -> float:
     """Returns the number of values in a gradient; infinity if unknown."""
     shape = dense(gradient).shape
     return math.inf if shape.rank is None or None in shape else math.prod(shape)

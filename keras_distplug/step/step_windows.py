@@ -54,7 +54,7 @@ class OwnWindows:
         self._measurements = listen(
             model, syncs=syncs, readings=readings, fingerprints=fingerprints
         )
-        self.role: Role = agreement.role_under(model.distribute_strategy)
+        self.role: Role = agreement.get_role(model.distribute_strategy)
         self.where = f"{self.role.name} on {socket.gethostname()}"
         self.seen = 0  # steps of this window
         self._step = 0
@@ -77,7 +77,7 @@ class OwnWindows:
             return int(optimizer.iterations.numpy())
         return (self._before or 0) + self._step
 
-    def unwant(self) -> None:
+    def disable_counting(self) -> None:
         """Cancels the measurement. Call it if `set_model` was not called by `fit`."""
         StepInstrumentation.of(self._model).use_none()
 
@@ -265,7 +265,7 @@ class StepWindows:
         self.close()
         self._on_all = on_all
         self._completed = completed
-        session = agreement.among(self.own.role).session(topic)
+        session = agreement.get_channel(self.own.role).session(topic)
         if self.own.role.world_size > 1:
             self._reports = Reports(session, lambda said: on_all([*map(from_text, said)]), on_lost)
         self.own.begin()

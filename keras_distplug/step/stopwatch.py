@@ -20,7 +20,7 @@ from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
 from keras_distplug.step import recorded_times
 from keras_distplug.step.instrumentation import StepInstrument, StepInstrumentation
-from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
+from keras_distplug.step.replica_step import ReplicaStep, get_size, scales_loss
 
 _KEPT = 10_000  # the most records to keep if no listener takes them
 _STARTED, _COMPUTED, _SUMMED = "started", "computed", "summed"
@@ -351,7 +351,7 @@ def _record_when_ready(
 def _find_smallest(gradients: Sequence[Any]) -> tuple[list[int], int]:
     """Returns the indices of all gradients, and of the smallest one."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    return present, min(present, key=lambda i: size_of(gradients[i]))
+    return present, min(present, key=lambda i: get_size(gradients[i]))
 
 
 def _timed(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:

@@ -69,7 +69,7 @@ class Piece:
         return (self.stop - self.start) * _itemsize(self.variable)
 
 
-def specs_of(arrays: Mapping[str, Any]) -> tuple[VariableSpec, ...]:
+def make_specs(arrays: Mapping[str, Any]) -> tuple[VariableSpec, ...]:
     """Returns the specs of `arrays`, which are NumPy arrays or TensorFlow tensors.
 
     Raises:
@@ -84,15 +84,15 @@ def specs_of(arrays: Mapping[str, Any]) -> tuple[VariableSpec, ...]:
     )
 
 
-def bytes_of(variables: Iterable[VariableSpec]) -> int:
+def count_bytes(variables: Iterable[VariableSpec]) -> int:
     """Returns the total size of `variables` in bytes."""
     return sum(math.prod(each.shape) * _itemsize(each) for each in variables)
 
 
-def files_for(variables: Sequence[VariableSpec], world_size: int, file_bytes: int) -> int:
+def list_shard_files(variables: Sequence[VariableSpec], world_size: int, file_bytes: int) -> int:
     """Returns the number of files into which every one of `world_size` workers splits its share of
     `variables`, so that no file is larger than `file_bytes` plus a header."""
-    return max(1, -(-bytes_of(variables) // (world_size * file_bytes)))
+    return max(1, -(-count_bytes(variables) // (world_size * file_bytes)))
 
 
 def share(variables: Sequence[VariableSpec], number: int, count: int) -> list[Piece]:
@@ -103,7 +103,7 @@ def share(variables: Sequence[VariableSpec], number: int, count: int) -> list[Pi
         number: The index of the share, from 0.
         count: The number of shares. Their sizes differ by at most one element.
     """
-    total = bytes_of(variables)
+    total = count_bytes(variables)
     low, high = (total * each // count for each in (number, number + 1))
     pieces, offset = [], 0
     for variable in variables:
@@ -196,7 +196,7 @@ class Buffers:
                 raise CorruptCheckpointError(
                     f"{source}: `{spec}` cannot be read: {error}"
                 ) from error
-        self._missing = {key: bytes_of([spec]) for key, spec in self._specs.items()}
+        self._missing = {key: count_bytes([spec]) for key, spec in self._specs.items()}
         self._memory: dict[str, Memory] = {}
         self._complete: list[str] = []
 
@@ -242,10 +242,10 @@ class Buffers:
     def _find(self, name: str) -> tuple[str, int, int]:
         """Returns a piece's variable and the range of its bytes in it."""
         if name in self._specs:
-            return name, 0, bytes_of([self._specs[name]])
+            return name, 0, count_bytes([self._specs[name]])
         if (match := _PIECE.fullmatch(name)) and match[1] in self._specs:
             itemsize = _itemsize(self._specs[match[1]])
-            size = bytes_of([self._specs[match[1]]])
+            size = count_bytes([self._specs[match[1]]])
             begin, end = (min(int(match[each]) * itemsize, size) for each in (2, 3))
             return match[1], begin, end
         raise ValueError(f"{name} is not one of the checkpoint's variables")

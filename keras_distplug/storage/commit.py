@@ -39,7 +39,7 @@ from keras_distplug.storage.manifest import Manifest, Shard
 from keras_distplug.storage.meter import Meter
 from keras_distplug.storage.ownership import Ownership
 from keras_distplug.storage.parallel import bounded_parallel_map
-from keras_distplug.storage.sealed import digest_of, find_unserializable
+from keras_distplug.storage.sealed import compute_digest, find_unserializable
 from keras_distplug.storage.store import CheckpointStore
 
 _PACKAGES = (
@@ -220,15 +220,15 @@ class Writer:
         return shards
 
     def _write_share(self, state: TrainState, name: str, attempt: str) -> list[Shard]:
-        variables = codec.specs_of(state.arrays)
+        variables = codec.make_specs(state.arrays)
         traits = self._files.traits
-        writers = _writers(codec.bytes_of(variables), self._team.size)
+        writers = _writers(codec.count_bytes(variables), self._team.size)
         place = _writer_index(self._team.rank, writers, self._team.size)
         if place is None:
             self.meter.begin(0)
             return []
-        files = codec.files_for(variables, writers, traits.file_bytes)
-        self.meter.begin(codec.bytes_of(variables) // writers)
+        files = codec.list_shard_files(variables, writers, traits.file_bytes)
+        self.meter.begin(codec.count_bytes(variables) // writers)
         numbers = itertools.count(1)
 
         def new_file() -> str:
@@ -283,7 +283,7 @@ class Writer:
     def _manifest(self, state: TrainState, shards: list[Shard], attempt: str) -> Manifest:
         return Manifest(
             cursor=state.cursor,
-            variables=codec.specs_of(state.arrays),
+            variables=codec.make_specs(state.arrays),
             shards=tuple(shards),
             world_size=self._team.size,
             nonce=attempt,
@@ -320,13 +320,13 @@ class Writer:
         except Exception as error:
             kind = "fenced" if isinstance(error, FencedError) else "failed"
             told = {kind: str(error), "remedy": _remedy(error)}
-            self._team.exchange.tell(topic, json.dumps(told))
+            self._team.exchange.send(topic, json.dumps(told))
             raise
-        self._team.exchange.tell(topic, json.dumps({"value": value}))
+        self._team.exchange.send(topic, json.dumps({"value": value}))
         return value
 
     def _receive(self, topic: str) -> Any:
-        said = json.loads(self._team.exchange.hear(topic, self._team.timeout_s))
+        said = json.loads(self._team.exchange.receive(topic, self._team.timeout_s))
         if "fenced" in said:
             raise FencedError(said["fenced"])
         if "failed" in said:
@@ -400,8 +400,8 @@ def _remedy(error: Exception) -> str:
 
 
 def _fingerprint(state: TrainState) -> str:
-    variables = [str(spec) for spec in codec.specs_of(state.arrays)]
-    return f"{len(variables)} variables, {digest_of({'variables': variables})[:16]}"
+    variables = [str(spec) for spec in codec.make_specs(state.arrays)]
+    return f"{len(variables)} variables, {compute_digest({'variables': variables})[:16]}"
 
 
 def _require_same(chiefs: str, others: str, rank: int) -> None:

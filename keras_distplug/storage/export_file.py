@@ -16,7 +16,7 @@ from keras_distplug.storage import codec, survey
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.retention import Mode
 from keras_distplug.storage.store import CheckpointStore, Stored
-from keras_distplug.storage.survey import SeenRun
+from keras_distplug.storage.survey import SurveyedRun
 from keras_distplug.storage.target import written
 
 Format = Literal["keras", "weights.h5", "safetensors"]
@@ -89,7 +89,9 @@ class ExportResult:
     out: str
 
 
-def export(files: Files, run: SeenRun | str | None, asked: Export, save: SaveModel) -> ExportResult:
+def export(
+    files: Files, run: SurveyedRun | str | None, asked: Export, save: SaveModel
+) -> ExportResult:
     """Writes a checkpoint to a single file, verifying its values as they are read.
 
     Args:
@@ -105,7 +107,7 @@ def export(files: Files, run: SeenRun | str | None, asked: Export, save: SaveMod
         CheckpointError: If reading or writing fails.
     """
     kind = asked.chosen_format
-    seen = run if isinstance(run, SeenRun) else survey.the_run(files, run)
+    seen = run if isinstance(run, SurveyedRun) else survey.find_run(files, run)
     if asked.step == BEST and asked.best_by is not None:
         chosen = survey.choose_best(files, seen, *asked.best_by)
     else:

@@ -63,7 +63,7 @@ class Inventory:
         }
         return {name: found.get(name, self._inside.get(name, _NOTHING)) for name in names}
 
-    def relist(self, name: str) -> frozenset[str]:
+    def refresh_folder(self, name: str) -> frozenset[str]:
         """Lists a folder in one request, which in an object store also returns the sizes of its
         files."""
         below = list_recursively(self._files, f"{self._run}/{name}")

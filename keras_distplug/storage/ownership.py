@@ -34,7 +34,7 @@ from keras_distplug.core.errors import CheckpointError, FencedError, InUseError,
 from keras_distplug.core.hints import require_types
 from keras_distplug.core.operating_system import unsuspended_s
 from keras_distplug.core.process import Process, is_alive, this_process
-from keras_distplug.core.threads import before_threads_end, within
+from keras_distplug.core.threads import call_before_threads_end, within
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, remedy
 
@@ -293,7 +293,7 @@ _held: dict[tuple[int, str], Ownership] = {}  # by process and directory: forks 
 
 @functools.cache
 def _release_at_exit() -> None:
-    before_threads_end(_release_all)
+    call_before_threads_end(_release_all)
 
 
 def _release_all() -> None:

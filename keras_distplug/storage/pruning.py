@@ -11,7 +11,7 @@ from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.retention import Retention, RetentionEntry
 from keras_distplug.storage.store import CheckpointStore
-from keras_distplug.storage.survey import KINDS, Seen, SeenRun, State
+from keras_distplug.storage.survey import KINDS, State, SurveyedCheckpoint, SurveyedRun
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Outdated:
         newest: The committed checkpoint that is kept, and must be intact before this is deleted.
     """
 
-    seen: Seen
+    seen: SurveyedCheckpoint
     why: Literal["old", "cut off", "damaged"]
-    newest: Seen
+    newest: SurveyedCheckpoint
 
 
-def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> list[Outdated]:
+def outdated(run: SurveyedRun, retention: Retention, *, damaged: bool = False) -> list[Outdated]:
     """Returns the checkpoints of a run that may be deleted: only ones older than the newest intact
     checkpoint of their kind, because a training may still be writing newer ones.
 
@@ -58,7 +58,7 @@ def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> li
     return found
 
 
-def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
+def checked(files: Files, run: SurveyedRun, retention: Retention) -> SurveyedRun:
     """Returns the run with the second newest checkpoint of every kind verified, if reading is cheap
     and `retention` keeps it as one of the last ones. If it is damaged or cannot be read, its state
     says so, so that an older one is kept instead.
@@ -93,7 +93,7 @@ def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
     return run
 
 
-def _expired(committed: Sequence[Seen], retention: Retention) -> tuple[str, ...]:
+def _expired(committed: Sequence[SurveyedCheckpoint], retention: Retention) -> tuple[str, ...]:
     return retention.expired(
         [RetentionEntry(each.name, each.place.step, each.whole.metrics) for each in committed]
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.values import Shown
+from keras_distplug.core.values import ShortRepr
 
 Mode = Literal["min", "max"]
 
@@ -29,7 +29,7 @@ class RetentionEntry:
 
 
 @dataclass(frozen=True, repr=False)
-class Retention(Shown):
+class Retention(ShortRepr):
     """Rules for which checkpoints to keep: every checkpoint that at least one of them keeps.
 
     Example:

@@ -91,7 +91,7 @@ class Run:
         return int(self.name.partition("-")[2])
 
 
-def begin_run(
+def create_run(
     files: Files,
     *,
     job: str | None,
@@ -165,7 +165,7 @@ def _holds_checkpoint(files: Files, run: str) -> bool:
     )
 
 
-def sequence_of(files: Files, run: Run) -> dict[int, Run]:
+def get_sequence(files: Files, run: Run) -> dict[int, Run]:
     """Returns the runs of all `fit`s of the script that made `run`, by place, in order.
 
     A run that restarts a place replaces the earlier run at that place and all runs after it.

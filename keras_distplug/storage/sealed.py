@@ -18,7 +18,7 @@ class ChangedError(ValueError):
 def seal(body: Mapping[str, Any]) -> str:
     # JSON changes some values, such as numeric keys. The digest is of the values as read back.
     read = json.loads(json.dumps(body))
-    return json.dumps({**read, _SEAL: digest_of(read)}, indent=1) + "\n"
+    return json.dumps({**read, _SEAL: compute_digest(read)}, indent=1) + "\n"
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
@@ -33,14 +33,14 @@ def unseal(text: str | bytes) -> dict[str, Any]:
         if not isinstance(body, dict) or _SEAL not in body:
             raise ValueError("it is not an object with a digest")
         digest = body.pop(_SEAL)
-        if digest != digest_of(body):
+        if digest != compute_digest(body):
             raise ChangedError("it was changed after it was written")
     except RecursionError as error:
         raise ValueError(f"it is nested too deeply ({error})") from None
     return body
 
 
-def digest_of(body: Mapping[str, Any]) -> str:
+def compute_digest(body: Mapping[str, Any]) -> str:
     """Returns a SHA-256 of a JSON object's values, independent of its formatting."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

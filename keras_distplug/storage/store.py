@@ -80,7 +80,7 @@ class CheckpointStore:
         one.
 
         A checkpoint whose manifest fails verification is quarantined. Values are verified only as
-        they are read: a caller that finds them damaged calls `set_aside`, then this again.
+        they are read: a caller that finds them damaged calls `quarantine`, then this again.
 
         Args:
             kind: `"step"` for a run in progress, `"final"` for one that has finished.
@@ -101,7 +101,7 @@ class CheckpointStore:
             try:
                 return self.read(name)
             except CorruptCheckpointError as error:
-                self.set_aside(name, error)
+                self.quarantine(name, error)
                 damaged.append(name)
         if damaged:
             raise CorruptCheckpointError(
@@ -154,7 +154,7 @@ class CheckpointStore:
         if deep or not self._files.traits.is_near:
             self._inventory.verified[name] = shards
 
-    def set_aside(self, name: str, error: CorruptCheckpointError) -> None:
+    def quarantine(self, name: str, error: CorruptCheckpointError) -> None:
         """Quarantines the checkpoint in the folder `name`: marks it and warns, without changing its
         files."""
         self._quarantined.add(name)
@@ -241,7 +241,7 @@ class CheckpointStore:
             try:
                 kept.append(self._retention_entry(place))
             except CorruptCheckpointError as error:
-                self.set_aside(place.name, error)
+                self.quarantine(place.name, error)
                 return None
         return self._retention.expired(kept)
 
@@ -249,13 +249,13 @@ class CheckpointStore:
         try:
             self.verify(name, deep=self._files.traits.is_near)
         except CorruptCheckpointError as error:
-            self.set_aside(name, error)
+            self.quarantine(name, error)
             raise
 
     def _is_still_intact(self, name: str) -> bool:
         """True if a checkpoint to keep is intact by the checks of `clean`; quarantines a damaged
         one. Its folder is listed every time: another process may have marked or deleted it."""
-        if not is_whole(self._inventory.relist(name)):
+        if not is_whole(self._inventory.refresh_folder(name)):
             return False
         try:
             if (shards := self._inventory.verified.get(name)) is None:
@@ -263,13 +263,13 @@ class CheckpointStore:
             elif self._files.traits.is_near or is_object_store(self._files):
                 self._require_known_sizes(name, shards)
         except CorruptCheckpointError as error:
-            self.set_aside(name, error)
+            self.quarantine(name, error)
             return False
         return True
 
     def _delete_outdated(self, name: str, *, is_interrupted: bool) -> None:
         """Deletes a checkpoint or the leftovers of one, unless its folder has changed since."""
-        inside = self._inventory.relist(name)
+        inside = self._inventory.refresh_folder(name)
         if layout.DAMAGED in inside or (is_interrupted and layout.MANIFEST in inside):
             return
         if layout.MANIFEST in inside:
@@ -417,7 +417,7 @@ class CheckpointStore:
 
     def _require_files(self, name: str, manifest: Manifest) -> None:
         self._require_sizes(name, manifest.shards)
-        wanted = codec.bytes_of(manifest.variables)
+        wanted = codec.count_bytes(manifest.variables)
         there = sum(shard.bytes for shard in manifest.shards)
         if wanted > there:
             raise CorruptCheckpointError(

@@ -28,11 +28,11 @@ from keras_distplug.storage.store import CheckpointStore
 
 State = Literal["committed", "damaged", "unreadable", "cut off", "unfinished"]
 KINDS: tuple[Kind, ...] = ("step", "final")
-_CHECKED = 3  # the number of newest checkpoints that `looked_at` checks, since it is polled
+_CHECKED = 3  # the number of newest checkpoints that `checkpoint_states` checks, since it is polled
 
 
 @dataclass(frozen=True)
-class Looked:
+class CheckpointState:
     """The status of a checkpoint.
 
     Args:
@@ -53,7 +53,7 @@ class Depth(IntEnum):
 
 
 @dataclass(frozen=True)
-class Seen:
+class SurveyedCheckpoint:
     """A checkpoint, complete or not.
 
     Args:
@@ -88,7 +88,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class SeenRun:
+class SurveyedRun:
     """A run and its checkpoints.
 
     Args:
@@ -101,9 +101,9 @@ class SeenRun:
     name: str
     record: RunRecord | None
     reason: str | None
-    checkpoints: tuple[Seen, ...]
+    checkpoints: tuple[SurveyedCheckpoint, ...]
 
-    def committed(self, kind: Kind | None = None) -> list[Seen]:
+    def committed(self, kind: Kind | None = None) -> list[SurveyedCheckpoint]:
         return [
             each
             for each in self.checkpoints
@@ -137,7 +137,7 @@ def run_names(files: Files, only: str | None = None) -> list[str]:
     return [only]
 
 
-def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
+def checkpoint_states(files: Files, run: str) -> dict[int, CheckpointState] | None:
     """Returns the status of the run's checkpoints by step; of several of one step, the best.
 
     The newest few are checked, including their files. For the others, only names are read, so that
@@ -156,30 +156,30 @@ def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
     if layout.RECORD not in layout.names(files, run):
         return None
     store = CheckpointStore(files, run)
-    found: dict[int, Looked] = {}
+    found: dict[int, CheckpointState] = {}
     committed = 0
     for place in sorted(layout.places(files, run), key=_age, reverse=True):
-        seen = Looked("cut off" if committed else "unfinished", False)
+        seen = CheckpointState("cut off" if committed else "unfinished", False)
         try:
             names = layout.names(files, store.path(place.name))
         except CheckpointError:
-            seen, names = Looked("unreadable", False), []
+            seen, names = CheckpointState("unreadable", False), []
         if layout.DAMAGED in names:
-            seen = Looked("damaged", False)
+            seen = CheckpointState("damaged", False)
         elif layout.MANIFEST in names:
-            seen = Looked("committed", False)
+            seen = CheckpointState("committed", False)
             if committed < _CHECKED:
                 closer = _committed(files, store, place, names, Depth.SIZES)
                 if closer is None:
                     continue
-                seen = Looked(closer.state, closer.state == "committed")
+                seen = CheckpointState(closer.state, closer.state == "committed")
             committed += 1
         if place.step not in found or found[place.step].state != "committed":
             found[place.step] = seen
     return found
 
 
-def the_run(files: Files, name: str | None = None) -> SeenRun:
+def find_run(files: Files, name: str | None = None) -> SurveyedRun:
     """Returns the run `name`, or by default the run that training would resume.
 
     Raises:
@@ -187,10 +187,10 @@ def the_run(files: Files, name: str | None = None) -> SeenRun:
         CheckpointError: If the directory cannot be listed.
     """
     names = run_names(files, name)
-    return look_at(files, name or runs.newest_name(files) or names[-1])
+    return survey_run(files, name or runs.newest_name(files) or names[-1])
 
 
-def look_at(files: Files, run: str, depth: Depth = Depth.MANIFESTS) -> SeenRun:
+def survey_run(files: Files, run: str, depth: Depth = Depth.MANIFESTS) -> SurveyedRun:
     """Returns the run with its checkpoints.
 
     Raises:
@@ -201,12 +201,12 @@ def look_at(files: Files, run: str, depth: Depth = Depth.MANIFESTS) -> SeenRun:
         record = runs.read_run(files, run).record
     except CheckpointError as error:
         reason = str(error)
-    return SeenRun(run, record, reason, tuple(checkpoints_of(files, run, depth)))
+    return SurveyedRun(run, record, reason, tuple(list_checkpoints(files, run, depth)))
 
 
-def checkpoints_of(
+def list_checkpoints(
     files: Files, run: str, depth: Depth = Depth.MANIFESTS, step: int | str | None = None
-) -> Iterator[Seen]:
+) -> Iterator[SurveyedCheckpoint]:
     """Yields the checkpoints of a run, oldest first, checking one at a time.
 
     Args:
@@ -237,18 +237,18 @@ def checkpoints_of(
         if layout.MANIFEST in names or layout.DAMAGED in names:
             seen = _committed(files, store, place, names, depth)
         elif place in unreadable:
-            seen = Seen(place, "unreadable", 0, reason=unreadable[place])
+            seen = SurveyedCheckpoint(place, "unreadable", 0, reason=unreadable[place])
         else:
             is_old = place.kind in newest and place < newest[place.kind]
             size = _size(files, store.path(place.name), names)
-            seen = Seen(place, "cut off" if is_old else "unfinished", size)
+            seen = SurveyedCheckpoint(place, "cut off" if is_old else "unfinished", size)
         if seen is not None:
             yield seen
 
 
 def _committed(
     files: Files, store: CheckpointStore, place: Place, names: Sequence[str], depth: Depth
-) -> Seen | None:
+) -> SurveyedCheckpoint | None:
     """Returns a checkpoint that is or was committed; None if it has just been deleted."""
     manifest, damage = None, None
     state: State = "committed"
@@ -268,7 +268,7 @@ def _committed(
         size = _size(files, store.path(place.name), names)
     else:
         size = sum(shard.bytes for shard in manifest.shards)
-    return Seen(place, state, size, manifest, damage, layout.DAMAGED in names)
+    return SurveyedCheckpoint(place, state, size, manifest, damage, layout.DAMAGED in names)
 
 
 def _recorded_damage(files: Files, path: str) -> str:
@@ -296,11 +296,11 @@ def _file_size(files: Files, path: str) -> int:
         ) from error
 
 
-def taken_by(run: SeenRun) -> Mapping[str, str]:
+def list_taken(run: SurveyedRun) -> Mapping[str, str]:
     """Returns the names of the checkpoints that a `fit` would restore, and for which `epochs`."""
     if run.record is None:
         return {}
-    newest: dict[str, Seen] = {}
+    newest: dict[str, SurveyedCheckpoint] = {}
     for kind in KINDS:
         there = [each for each in run.checkpoints if each.place.kind == kind]
         if committed := run.committed(kind):
@@ -316,7 +316,7 @@ def taken_by(run: SeenRun) -> Mapping[str, str]:
     return {final.name: f"epochs <= {epochs}", step.name: f"epochs > {epochs}"}
 
 
-def choose(files: Files, run: SeenRun, step: int | str | None = None) -> Seen:
+def choose(files: Files, run: SurveyedRun, step: int | str | None = None) -> SurveyedCheckpoint:
     """Returns the requested committed checkpoint.
 
     Args:
@@ -346,7 +346,7 @@ def choose(files: Files, run: SeenRun, step: int | str | None = None) -> Seen:
     )
 
 
-def choose_best(files: Files, run: SeenRun, metric: str, mode: Mode) -> Seen:
+def choose_best(files: Files, run: SurveyedRun, metric: str, mode: Mode) -> SurveyedCheckpoint:
     """Returns the best committed checkpoint by a metric of the logs; of equal ones, the newest.
 
     Raises:

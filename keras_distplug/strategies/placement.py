@@ -1,7 +1,7 @@
 """Places a model inside the scope of a strategy.
 
 A model created outside that scope is read (`Blueprint.of`) and rebuilt inside it (`rebuild`), and
-the trained state is written back into it (`hand_back`). It is read first because TensorFlow may
+the trained state is written back into it (`write_back`). It is read first because TensorFlow may
 have to be restarted before the scope exists.
 """
 
@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.parameter_server import embeddings
 from keras_distplug.backend.tensorflow.runtime import models, workers
-from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, wholes
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, merge_parts
 from keras_distplug.core.errors import ConfigurationError, ModelError
 from keras_distplug.strategies.recompile import Recompile, make_recompile
 
@@ -44,10 +44,10 @@ class Placement:
     model: keras.Model
     origin: Origin
 
-    def hand_back(self) -> None:
+    def write_back(self) -> None:
         """Writes the trained state into the caller's model, if that is a different object."""
         if isinstance(self.origin, Blueprint):
-            self.origin.hand_back(self.model)
+            self.origin.write_back(self.model)
 
 
 def place(
@@ -106,12 +106,12 @@ class Blueprint:
     Args:
         model: The caller's model.
         recompile: A function that compiles another model like the caller's.
-        assets: For every layer of `layers_of`, its asset files, such as the vocabulary of a
+        assets: For every layer of `list_layers`, its asset files, such as the vocabulary of a
             tokenizer: their contents by relative path.
         values: The arrays of `_get_state`, as far as the model is built.
         optimizer_targets: The variables that the optimizers train; see `models.optimizer_targets`.
         is_revived: True if TensorFlow is restarted before `rebuild`. This destroys the variables
-            of the caller's model, and `hand_back` replaces them.
+            of the caller's model, and `write_back` replaces them.
     """
 
     model: keras.Model
@@ -130,7 +130,7 @@ class Blueprint:
         """
         if not models.is_clonable(model):
             _require_config(model)
-        layers, targets = models.layers_of(model), models.optimizer_targets(model)
+        layers, targets = models.list_layers(model), models.optimizer_targets(model)
         for layer in layers:
             if isinstance(layer, _LOOKUPS):
                 raise ModelError(
@@ -159,7 +159,7 @@ class Blueprint:
             ModelError: If the result differs from the caller's model.
         """
         model = self._rebuilt()
-        _load_assets(models.layers_of(model), self.assets)
+        _load_assets(models.list_layers(model), self.assets)
         _freeze_like(model, self.model)
         self.recompile(model)
         if _WEIGHTS in self.values:
@@ -168,15 +168,15 @@ class Blueprint:
             self._require_same(_get_state(model)[_WEIGHTS])
             _freeze_like(model, self.model)  # the newly built variables
         models.build_optimizers(model, self.optimizer_targets)
-        from_chief = _broadcast_from_chief if workers.is_multi_worker(strategy) else np.asarray
+        broadcast = _broadcast_from_chief if workers.is_multi_worker(strategy) else np.asarray
         made = _get_state(model)
         for owner, values in self.values.items():
             for variable, value in zip(made[owner], values, strict=True):
-                variable.assign(from_chief(value))
+                variable.assign(broadcast(value))
         models.refresh(model)
         return model
 
-    def hand_back(self, trained: keras.Model) -> None:
+    def write_back(self, trained: keras.Model) -> None:
         """Writes the state of `trained`, a result of `rebuild`, into the caller's model."""
         caller = self.model
         if self.is_revived:
@@ -197,10 +197,10 @@ class Blueprint:
 
     def _rebuilt(self) -> keras.Model:
         caller = self.model
-        classes = {type(layer).__name__: type(layer) for layer in models.layers_of(caller)}
+        classes = {type(layer).__name__: type(layer) for layer in models.list_layers(caller)}
         try:
             # Keras would inspect the optimizer, whose variables may no longer be alive.
-            with keras.saving.custom_object_scope(classes), models.without_compilation(caller):
+            with keras.saving.custom_object_scope(classes), models.hide_compilation(caller):
                 if models.is_clonable(caller):
                     return keras.models.clone_model(caller)
                 return type(caller).from_config(caller.get_config())
@@ -247,8 +247,11 @@ def _get_state(model: keras.Model) -> dict[str, list[keras.Variable | Table]]:
     its name. Sharded embedding tables count as one variable."""
     metrics = {id(variable) for variable in model.metrics_variables}
     return {
-        _WEIGHTS: wholes(each for each in model.variables if id(each) not in metrics),
-        **{name: wholes(each.variables) for name, each in models.optimizers_of(model).items()},
+        _WEIGHTS: merge_parts(each for each in model.variables if id(each) not in metrics),
+        **{
+            name: merge_parts(each.variables)
+            for name, each in models.list_optimizers(model).items()
+        },
     }
 
 
@@ -289,7 +292,7 @@ def _load_assets(layers: Sequence[keras.Layer], assets: Sequence[Mapping[str, by
 def _freeze_like(model: keras.Model, caller: keras.Model) -> None:
     """Copies `trainable` from the caller's model, since a configuration does not always record
     which layers were frozen after they were created."""
-    mine, theirs = ([each, *models.layers_of(each)] for each in (model, caller))
+    mine, theirs = ([each, *models.list_layers(each)] for each in (model, caller))
     if [type(layer) for layer in mine] != [type(layer) for layer in theirs]:
         return  # only if the models are not built; built ones are compared later
     for layer, like in zip(mine, theirs, strict=True):  # a layer precedes its sublayers

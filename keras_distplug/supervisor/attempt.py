@@ -188,7 +188,7 @@ class Running:
                     continue
             if failures:
                 return self._end_after(failures)
-            for worker, secs in self._replacing.go_on(self._listener.on_replaced):
+            for worker, secs in self._replacing.proceed(self._listener.on_replaced):
                 self._listener.on_back(worker, secs)
         # Serving workers that have exited by this time were no longer needed.
         self._exits = [each for each in self._exits if self._trains(each)]

@@ -71,7 +71,7 @@ class Group:
     def lives(self, workers: Collection[str] | None = None) -> bool:
         """Returns True while one of these workers, by default any, or a process that it started, is
         running."""
-        marks = self._marks_of(workers)
+        marks = self._get_marks(workers)
         return self.runs(workers) or guard.living(marks, adopted=workers is None)
 
     def add(self, worker: str, started: Started) -> None:
@@ -116,7 +116,7 @@ class Group:
 
     def signal(self, number: signal.Signals, workers: Collection[str] | None = None) -> None:
         """Sends a signal to these workers, by default all, and to the processes they started."""
-        guard.signal_all(self._marks_of(workers), number, adopted=workers is None)
+        guard.signal_all(self._get_marks(workers), number, adopted=workers is None)
 
     def kill(self, workers: Collection[str] | None = None) -> list[Ended]:
         """Kills these workers, by default all, with the processes they started, and waits for them.
@@ -162,7 +162,7 @@ class Group:
     def _selected(self, workers: Collection[str] | None) -> Collection[str]:
         return self._marks if workers is None else workers
 
-    def _marks_of(self, workers: Collection[str] | None) -> set[str]:
+    def _get_marks(self, workers: Collection[str] | None) -> set[str]:
         return {self._marks[worker] for worker in self._selected(workers)}
 
     def _reap(self, process: _Process, now: float) -> Ended:

@@ -37,7 +37,7 @@ _POLL_SECS = 0.02
 _QUIET_SECS = 1.0
 
 
-def mark_of(job: str) -> str:
+def get_mark(job: str) -> str:
     """Returns the environment entry of all processes of a job."""
     return f"{_JOB}={job}"
 
@@ -276,7 +276,7 @@ def main(job: str, folder: str) -> None:
     *lines, last = sys.stdin.read().split("\n")
     if last == _FAREWELL:
         return
-    last_seen, marks = time.monotonic(), (mark_of(job),)
+    last_seen, marks = time.monotonic(), (get_mark(job),)
     sessions = {int(leader): int(start) for leader, start in map(str.split, lines)}
     _sessions[marks[0]] = {
         leader: start for leader, start in sessions.items() if start != _SESSION_ENDED

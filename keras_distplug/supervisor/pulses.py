@@ -60,12 +60,12 @@ class Pulses:
         self._checked_at = now
         silent = {}
         for worker, last in self._last_beats.items():
-            pulse = self._contract.pulse_of(worker)
+            pulse = self._contract.pulse_file(worker)
             try:
                 beat, pid = pulse.stat().st_mtime_ns, int(pulse.read_text())
             except (OSError, ValueError):
                 continue
-            state = _state_of(pid)
+            state = _read_state(pid)
             if beat != last.beat or state is None:
                 last.beat, last.silent_secs = beat, 0.0
                 continue
@@ -75,7 +75,7 @@ class Pulses:
         return silent
 
 
-def _state_of(pid: int) -> str | None:
+def _read_state(pid: int) -> str | None:
     """Returns the state of a process, or None if it is gone or in a debugger."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()

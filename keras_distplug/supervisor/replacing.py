@@ -166,7 +166,7 @@ class Replacing:
 
     @property
     def look_within_secs(self) -> float:
-        """The seconds within which `go_on` must be called."""
+        """The seconds within which `proceed` must be called."""
         return _POLL_SECS if self._absent else float("inf")
 
     @property
@@ -186,7 +186,7 @@ class Replacing:
         """Takes over the workers to restart. Returns the exits of the others."""
         return [exit_ for exit_ in exits if not self._take_over(exit_)]
 
-    def go_on(self, on_replaced: Callable[[Replaced], None]) -> list[tuple[str, float]]:
+    def proceed(self, on_replaced: Callable[[Replaced], None]) -> list[tuple[str, float]]:
         """Continues all pending restarts as far as possible.
 
         Args:

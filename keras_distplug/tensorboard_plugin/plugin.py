@@ -39,7 +39,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def __init__(self, context: base_plugin.TBContext) -> None:
         super().__init__(context)
-        self._folders = folders_of(context.flags)
+        self._folders = list_folders(context.flags)
         self._watched: dict[str, Watched] = {}
         self._found: dict[str, tuple[float, list[tuple[Files, str]]]] = {}  # in stores
         self._told: set[tuple[str, str]] = set()  # warnings that were logged
@@ -129,7 +129,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return what
 
 
-def folders_of(flags: argparse.Namespace) -> dict[str, str]:
+def list_folders(flags: argparse.Namespace) -> dict[str, str]:
     """Returns the folders and URLs of `--logdir` and `--logdir_spec` by their names."""
     if getattr(flags, "logdir", ""):
         return {"": flags.logdir}

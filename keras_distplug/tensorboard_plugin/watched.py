@@ -15,11 +15,11 @@ from keras_distplug.core import events
 from keras_distplug.core.events import Entry
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.log_files import Reader
-from keras_distplug.runlog.run_place import delay_secs, place_of
-from keras_distplug.runlog.summary import Judged, headline_of, judged, summary_of
+from keras_distplug.runlog.run_place import delay_secs, find_place
+from keras_distplug.runlog.summary import Judged, judged, make_headline, summarize
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.survey import Looked
+from keras_distplug.storage.survey import CheckpointState
 
 _LOOK_SECS = 30.0  # between looks at the checkpoints, which may change without a log line
 _MOST_NOTES = 20
@@ -53,14 +53,14 @@ class _Known:
         fits: The fits of all workers.
         supervised: The supervisors' events.
         checkpoints: The existing checkpoints; None if that is not known.
-        looked_at: When these were listed, in seconds since 1970.
+        surveyed_at: When these were listed, in seconds since 1970.
     """
 
     at: float
     fits: Sequence[Fit]
     supervised: Sequence[Entry]
-    checkpoints: Mapping[int, Looked] | None
-    looked_at: float
+    checkpoints: Mapping[int, CheckpointState] | None
+    surveyed_at: float
 
     def is_due(self, now: float) -> bool:
         """True if the checkpoints may have changed without news in the log."""
@@ -68,7 +68,7 @@ class _Known:
             [fit.ends_at for fit in self.fits] + [each.at for each in self.supervised[-1:]],
             default=self.at,
         )
-        return now - self.looked_at > max(_LOOK_SECS, _LOOK_SHARE * (self.looked_at - heard))
+        return now - self.surveyed_at > max(_LOOK_SECS, _LOOK_SHARE * (self.surveyed_at - heard))
 
 
 class Watched:
@@ -97,7 +97,7 @@ class Watched:
         with self._updating:
             known = self._update(now)
             if self._headline is None:
-                self._headline = headline_of(self.label, self._judge(known))
+                self._headline = make_headline(self.label, self._judge(known))
                 answer(self._headline)  # what JSON cannot express stays out of the other runs
             return self._headline
 
@@ -107,7 +107,7 @@ class Watched:
             known = self._update(now)
             if self._details is None:
                 notes = list(self._notes)
-                shown = summary_of(self.label, known.fits, self._judge(known))
+                shown = summarize(self.label, known.fits, self._judge(known))
                 self._details = answer({**shown, "notes": notes})
             return self._details
 
@@ -125,7 +125,7 @@ class Watched:
                 known.supervised,
                 known.at,
                 known.checkpoints,
-                place_of(self._files, self._path),
+                find_place(self._files, self._path),
                 delay_secs(self._files),
             )
         return self._judged
@@ -140,10 +140,10 @@ class Watched:
         if known is not None and is_same and not is_due and now < until:
             return known
         if known is not None and not is_due and _saves(fits) == _saves(known.fits):
-            checkpoints, looked_at = known.checkpoints, known.looked_at
+            checkpoints, surveyed_at = known.checkpoints, known.surveyed_at
         else:
-            checkpoints, looked_at = survey.looked_at(self._files, self._path), now
-        self._known = _Known(now, fits, supervised, checkpoints, looked_at)
+            checkpoints, surveyed_at = survey.checkpoint_states(self._files, self._path), now
+        self._known = _Known(now, fits, supervised, checkpoints, surveyed_at)
         self._judged = self._headline = self._details = None
         return self._known
 

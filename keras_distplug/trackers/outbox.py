@@ -16,7 +16,7 @@ from keras_distplug.core import reporting
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import TrackerFailed
 from keras_distplug.core.log import announce
-from keras_distplug.core.threads import before_threads_end
+from keras_distplug.core.threads import call_before_threads_end
 from keras_distplug.trackers.marks import Marks
 from keras_distplug.trackers.tracker import Incident, Mark, Outcome, Point, TrackedRun, Tracker
 
@@ -71,7 +71,7 @@ class Outbox:
             last = self._waiting[-1] if self._waiting else None
             if isinstance(item, Point):
                 self._put_s = time.monotonic()
-                if isinstance(last, Point) and _mark_of(last) == _mark_of(item):
+                if isinstance(last, Point) and _get_mark(last) == _get_mark(item):
                     self._waiting[-1] = replace(last, metrics={**last.metrics, **item.metrics})
                     return
             self._waiting.append(item)
@@ -186,7 +186,7 @@ class Outbox:
     def _send(self, item: Point | Incident) -> None:
         if isinstance(item, Incident):
             self._tracker.alert(item)
-        elif (mark := _mark_of(item)) > self._last:  # an attempt before logged others, as they are
+        elif (mark := _get_mark(item)) > self._last:  # an attempt before logged others, as they are
             if self._is_marking:
                 self._marks.mark(mark)
             self._tracker.log(replace(item, step=max(item.step, self._least_step)))
@@ -197,7 +197,7 @@ class Outbox:
         self._tracker.close(self._outcome)
 
 
-def _mark_of(point: Point) -> Mark:
+def _get_mark(point: Point) -> Mark:
     return Mark(point.step, point.is_epoch_end)
 
 
@@ -217,7 +217,7 @@ _outboxes: weakref.WeakSet[Outbox] = weakref.WeakSet()
 
 @functools.cache
 def _end_at_exit() -> None:
-    before_threads_end(lambda: end_all(list(_outboxes), Outcome.INTERRUPTED))
+    call_before_threads_end(lambda: end_all(list(_outboxes), Outcome.INTERRUPTED))
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_outboxes.clear)  # whose threads the child has not
 

@@ -57,7 +57,7 @@ class Looks(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         assert self.calling is not None
         self.inside.append(self.calling.is_above(sys._getframe()))
-        assert epochs.of_fit() is not None
+        assert epochs.get_loop() is not None
 
     def on_epoch_end(self, epoch, logs=None):
         if logs and epoch == 2:

@@ -28,7 +28,7 @@ class Within(keras.callbacks.Callback):
         self.seen: list[int] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.loop = epochs.of_fit()
+        self.loop = epochs.get_loop()
         assert self.loop is not None
         replica_values.build(self.model, self.loop.dataset.element_spec)
         self.call(self.loop)
@@ -57,7 +57,7 @@ def test_innermost_loop_is_found() -> None:
     inner = Within(lambda loop: fit(outer))
     fit(inner)
     assert outer.loop.adapter is not inner.loop.adapter
-    assert epochs.of_fit() is None
+    assert epochs.get_loop() is None
 
 
 @pytest.mark.parametrize(("batch", "first"), [(0, [0, 1, 2, 3]), (3, [3]), (4, []), (math.inf, [])])

@@ -38,7 +38,7 @@ def test_state(callback: keras.callbacks.Callback, known: set[str]) -> None:
     if isinstance(callback, keras.callbacks.EarlyStopping):
         callback.on_train_begin()
         known = known | {"best_weights"}
-    assert (keras_callbacks.state_of(callback) or {}).keys() == known
+    assert (keras_callbacks.get_callback_state(callback) or {}).keys() == known
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_state(callback: keras.callbacks.Callback, known: set[str]) -> None:
 )
 def test_no_state(callback: keras.callbacks.Callback) -> None:
     """Callbacks whose past has no influence have no state."""
-    assert keras_callbacks.state_of(callback) is None
+    assert keras_callbacks.get_callback_state(callback) is None

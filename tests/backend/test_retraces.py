@@ -104,7 +104,7 @@ def test_specs(part: Callable[[], Any]) -> None:
     """What a step was traced for, it is not traced for again by a batch of that kind."""
     function = tf.function(lambda data: data["x"], reduce_retracing=True)
     data = {"x": part(), "y": None}
-    shapes = tuple(map(retraces._shape_of, tf.nest.flatten(data)))
+    shapes = tuple(map(retraces._get_shape, tf.nest.flatten(data)))
     function.get_concrete_function(retraces._specs(data, shapes))
     function(data)
     assert function.experimental_get_tracing_count() == 1

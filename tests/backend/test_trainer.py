@@ -226,7 +226,7 @@ def test_progress_bar(
     params = {"verbose": verbose, "epochs": 2, "steps": 3}
     for is_multi_worker in (True, False):
         monkeypatch.setattr(progress_bars, "is_multi_worker", lambda _: is_multi_worker)  # noqa: B023
-        monkeypatch.setattr(progress_bars, "resolver_of", lambda _: resolver)
+        monkeypatch.setattr(progress_bars, "get_resolver", lambda _: resolver)
         bar = keras.callbacks.ProgbarLogger()
         bar.set_model(model())
         bar.set_params(params)

@@ -17,7 +17,7 @@ from keras_distplug.checkpoint.cadence import (
     EveryEpoch,
     EverySeconds,
     Pace,
-    cadence_of,
+    get_cadence,
 )
 from keras_distplug.core.errors import ConfigurationError
 
@@ -45,7 +45,7 @@ class Run:
 
     def steps(self, count: int) -> Run:
         pace = self.pace = Pace(self.cadence, 0, self.now_s, wait_if_busy=self.wait_if_busy)
-        look = pace.first_look()
+        look = pace.first_check_step()
         for step in range(1, count + 1):
             saving = self.saving_until_s is not None
             took_s = self.step_s * (self.excess if saving else 1.0)
@@ -57,7 +57,7 @@ class Run:
             if look is not None and step >= look:
                 self.looks.append(step)
                 busy = self.saving_until_s is not None
-                plan = pace.at_look(step, self.now_s, is_saving=busy)
+                plan = pace.plan_at_check(step, self.now_s, is_saving=busy)
                 look = plan.next_look
                 if plan.save:
                     self.saves.append((step, self.now_s))
@@ -84,7 +84,7 @@ class Run:
     ],
 )
 def test_save_freq(save_freq: Any, expected: Cadence) -> None:
-    assert cadence_of(save_freq, 0.02) == expected
+    assert get_cadence(save_freq, 0.02) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_save_freq(save_freq: Any, expected: Cadence) -> None:
 )
 def test_unusable_save_freq(save_freq: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"`save_freq`.*Received: "):
-        cadence_of(save_freq, 0.01)
+        get_cadence(save_freq, 0.01)
 
 
 def test_batches() -> None:
@@ -105,7 +105,7 @@ def test_batches() -> None:
 def test_steps_of_several_batches() -> None:
     """An execution of several batches may run past the step of the next check."""
     pace = Pace(EveryBatches(10), 0, 0.0, wait_if_busy=False)
-    assert pace.at_look(12, 1.0, is_saving=False).next_look == 22
+    assert pace.plan_at_check(12, 1.0, is_saving=False).next_look == 22
 
 
 @pytest.mark.parametrize(("wait_if_busy", "saves", "skipped"), [(False, 2, 2), (True, 4, 0)])
@@ -136,7 +136,7 @@ def test_seconds_with_steps_that_vary() -> None:
         run.now_s += run.step_s
         pace.stepped(run.step_s, is_saving=False)
         if step >= look:
-            plan = pace.at_look(step, run.now_s, is_saving=False)
+            plan = pace.plan_at_check(step, run.now_s, is_saving=False)
             if plan.save:
                 return
             assert plan.next_look is not None
@@ -180,17 +180,17 @@ def test_first_of_slow_steps(step_s: float) -> None:
 def test_auto_at_the_end_of_an_epoch() -> None:
     """`"auto"` saves there if nothing was saved before, since epochs may have only a few steps."""
     pace = Pace(Auto(0.01), 0, 0.0, wait_if_busy=False)
-    assert pace.at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is True
-    assert pace.at_epoch_end(7, 1.5, is_saving=True, is_last=False).save is False
+    assert pace.plan_at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is True
+    assert pace.plan_at_epoch_end(7, 1.5, is_saving=True, is_last=False).save is False
     pace.saved(0.1, 1.0)
-    assert pace.at_epoch_end(10, 2.0, is_saving=False, is_last=False).save is False
+    assert pace.plan_at_epoch_end(10, 2.0, is_saving=False, is_last=False).save is False
     assert pace.skipped == 0
 
 
 def test_auto_to_a_store() -> None:
     """Even if saves take almost no time, requests cost money."""
     for is_near, least_s in ((True, 2.0), (False, 20.0)):
-        run = Run(cadence_of("auto", 0.01, is_near=is_near), stall_s=0.0, save_s=0.1).steps(2000)
+        run = Run(get_cadence("auto", 0.01, is_near=is_near), stall_s=0.0, save_s=0.1).steps(2000)
         assert len(run.saves) > 5
         assert min(run.intervals_s()[1:]) >= least_s - 1e-6
 
@@ -205,12 +205,12 @@ def test_epochs() -> None:
         (AtEnd(), False, False),
     ):
         pace = Pace(cadence, 0, 0.0, wait_if_busy=False)
-        assert pace.at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is middle
-        assert pace.at_epoch_end(9, 2.0, is_saving=True, is_last=True).save is last
+        assert pace.plan_at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is middle
+        assert pace.plan_at_epoch_end(9, 2.0, is_saving=True, is_last=True).save is last
         assert pace.skipped == 0
 
 
 def test_busy_at_the_end_of_an_epoch() -> None:
     pace = Pace(EveryEpoch(), 0, 0.0, wait_if_busy=False)
-    assert pace.at_epoch_end(5, 1.0, is_saving=True, is_last=False).save is False
+    assert pace.plan_at_epoch_end(5, 1.0, is_saving=True, is_last=False).save is False
     assert pace.skipped == 1

@@ -23,7 +23,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import changed_settings  # noqa: E402
-from keras_distplug.checkpoint.layer_settings import of_layers  # noqa: E402
+from keras_distplug.checkpoint.layer_settings import get_layer_settings  # noqa: E402
 from keras_distplug.core.errors import OtherRunError  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "changed_scripts.md"
@@ -379,7 +379,7 @@ def test_layer_settings() -> None:
         )
 
     def changes(there: keras.Model, here: keras.Model) -> list[str]:
-        described = [{"layers": of_layers(each)} for each in (there, here)]
+        described = [{"layers": get_layer_settings(each)} for each in (there, here)]
         return [each.name for each in changed_settings.compare(*described)]
 
     built = model()

@@ -13,10 +13,10 @@ from keras_distplug.storage.stores.local import LocalFiles
 
 
 class Nobody:
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         return
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         raise AssertionError(topic)
 
 

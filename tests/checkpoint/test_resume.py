@@ -340,7 +340,7 @@ def test_mid_epoch_checkpoint(
     assert "resuming at epoch 2/2, batch 3, step 6" in caplog.text
     counted = small.Stop()
     callbacks = [*kd.defaults(tmp_path / "copy", save_freq=3), counted]
-    monkeypatch.setattr(compat_epochs, "of_fit", lambda: None)
+    monkeypatch.setattr(compat_epochs, "get_loop", lambda: None)
     small.model().fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     assert counted.batches == small.BATCHES
     assert "made after batch 2 of that epoch" in caplog.text

@@ -23,7 +23,7 @@ from keras_distplug.storage.meter import Meter
 class Alone:
     """One worker that agrees with itself."""
 
-    def from_chief(self, topic: str, value: str | None) -> str:
+    def broadcast(self, topic: str, value: str | None) -> str:
         assert value is not None
         return value
 
@@ -37,7 +37,7 @@ class Follower:
     def __init__(self, *words: str) -> None:
         self.words = list(words)
 
-    def from_chief(self, topic: str, value: str | None) -> str:
+    def broadcast(self, topic: str, value: str | None) -> str:
         assert value is None
         if not self.words:
             raise AgreementError(topic)

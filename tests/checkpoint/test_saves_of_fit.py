@@ -120,7 +120,7 @@ def test_training_continues(
             assert gate.wait(60)
 
     def look(model: keras.Model) -> None:
-        variables = capture.variables_of(model)
+        variables = capture.list_variables(model)
         at_step_2.update({key: np.array(variable.value) for key, variable in variables.items()})
 
     def settle(_: keras.Model) -> None:
@@ -355,13 +355,13 @@ def test_damage_that_another_worker_finds(
     complaints = [json.dumps([True, "worker-1: a.safetensors has changed"]), None]
     asked = []
 
-    def first_complaint(self: object, topic: str, complaint: str | None) -> str | None:
+    def first_error(self: object, topic: str, complaint: str | None) -> str | None:
         if topic == "data":
             return complaint
         asked.append(complaint)
         return complaints.pop(0)
 
-    monkeypatch.setattr(Channel, "first_complaint", first_complaint)
+    monkeypatch.setattr(Channel, "first_error", first_error)
     with pytest.warns(UserWarning, match="step-00000008 is quarantined: worker-1: a.safetensors"):
         found = fit(tmp_path)
     assert asked == [None, None]

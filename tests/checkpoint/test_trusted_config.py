@@ -35,7 +35,7 @@ from keras_distplug.backend.tensorflow.runtime import keras_files, models  # noq
 from keras_distplug.backend.tensorflow.runtime.keras_files import KerasFiles, Kind  # noqa: E402
 from keras_distplug.checkpoint import trusted_config  # noqa: E402
 from keras_distplug.checkpoint.imported_names import ImportedNames  # noqa: E402
-from keras_distplug.checkpoint.model_export import architecture_of  # noqa: E402
+from keras_distplug.checkpoint.model_export import get_architecture  # noqa: E402
 from keras_distplug.checkpoint.trusted_config import (  # noqa: E402
     PARTS,
     Names,
@@ -61,7 +61,7 @@ def config_of(*hidden: Any, **compiled: Any) -> dict[str, Any]:
 
 
 def description_of(model: keras.Model) -> dict[str, Any]:
-    config = architecture_of(model)
+    config = get_architecture(model)
     assert config is not None
     return json.loads(json.dumps(config))
 
@@ -242,7 +242,7 @@ def test_deep() -> None:
 # Names in the files of Keras
 
 
-def _kind_of(found: Any) -> Kind | None:
+def _get_kind(found: Any) -> Kind | None:
     if isinstance(found, type):
         return "class"
     return "function" if inspect.isfunction(found) else None
@@ -256,7 +256,7 @@ def _public_modules() -> list[ModuleType]:
 
 def _names_in(module: str) -> set[str]:
     """Returns all names that a file of Keras defines or imports."""
-    file = keras_files._file_of(FILES.folder, module)
+    file = keras_files._get_file(FILES.folder, module)
     assert file is not None
     return {*keras_files._definitions(file), *keras_files._imports(file)}
 
@@ -268,7 +268,7 @@ def test_public_names() -> None:
     for module in _public_modules():
         names = {*dir(module), *_names_in(module.__name__)}
         for name in names:
-            expected = _kind_of(getattr(module, name, None))
+            expected = _get_kind(getattr(module, name, None))
             assert FILES.kind(module.__name__, name) == expected, (module.__name__, name)
             assert ImportedNames().kind(module.__name__, name) == expected
             compared += expected is not None
@@ -284,7 +284,7 @@ def test_private_names() -> None:
         for name in {*dir(loaded), *_names_in(module)}:
             found = getattr(loaded, name, None)
             is_defined = getattr(found, "__module__", None) == module
-            expected = _kind_of(found) if is_defined else None
+            expected = _get_kind(found) if is_defined else None
             assert FILES.kind(module, name) == expected, (module, name)
             assert ImportedNames().kind(module, name) == expected
             compared += expected is not None

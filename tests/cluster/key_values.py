@@ -21,7 +21,7 @@ class Memory:
         assert self.put_first(key, value)
 
     def put_first(self, key: str, value: str) -> bool:
-        self._look_at(key)
+        self._read_process(key)
         with self.changed:
             if key in self.values:
                 return False
@@ -30,7 +30,7 @@ class Memory:
             return True
 
     def get(self, key: str, timeout_s: float | None) -> str:
-        self._look_at(key)
+        self._read_process(key)
         if not self.wait_for(key, timeout_s):
             raise TimeoutError(key)
         return self.values[key]
@@ -47,6 +47,6 @@ class Memory:
     def barrier(self, key: str, timeout_s: float) -> None:
         raise ConnectionError(f"{key}: socket closed")
 
-    def _look_at(self, key: str) -> None:
+    def _read_process(self, key: str) -> None:
         if key == self.breaks_at:
             raise ConnectionError(f"{key}: socket closed")

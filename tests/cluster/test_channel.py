@@ -30,8 +30,8 @@ def test_from_chief() -> None:
     store = Memory()
     chief, other = (Channel(role, store) for role in (CHIEF, OTHER))
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(other.from_chief, "run", "run-0009")
-        assert chief.from_chief("run", "run-0001") == "run-0001"
+        waiting = pool.submit(other.broadcast, "run", "run-0009")
+        assert chief.broadcast("run", "run-0001") == "run-0001"
         assert waiting.result(timeout=10) == "run-0001"
 
 
@@ -45,7 +45,7 @@ def test_first_complaint(said: tuple[str | None, str | None], first: str | None)
     workers = [Channel(role, store) for role in (CHIEF, OTHER)]
     with ThreadPoolExecutor() as pool:
         heard = [
-            pool.submit(worker.first_complaint, "restored", complaint)
+            pool.submit(worker.first_error, "restored", complaint)
             for worker, complaint in zip(workers, said, strict=True)
         ]
         assert [each.result(timeout=10) for each in heard] == [first, first]
@@ -67,8 +67,8 @@ def test_to_chief() -> None:
     """Only the chief gets all values; no worker waits for it, and nothing remains in the store."""
     store = Memory()
     chief, other = (Channel(role, store) for role in (CHIEF, OTHER))
-    assert other.to_chief("random", "b") is None
-    assert chief.to_chief("random", "a") == ["a", "b"]
+    assert other.gather_on_chief("random", "b") is None
+    assert chief.gather_on_chief("random", "a") == ["a", "b"]
     assert store.values == {}
 
 
@@ -78,7 +78,7 @@ def test_time_out() -> None:
     with pytest.raises(
         AgreementError, match="worker-1 waited 0 s for the chief's message on 'run'"
     ):
-        other.from_chief("run", None)
+        other.broadcast("run", None)
 
 
 def test_lost_worker() -> None:
@@ -95,19 +95,19 @@ def test_lost_chief() -> None:
     with pytest.raises(
         AgreementError, match="the store to accept 'random' and lost another worker"
     ):
-        Channel(OTHER, store).to_chief("random", "b")
+        Channel(OTHER, store).gather_on_chief("random", "b")
 
 
 def test_told_once() -> None:
     """A topic is used once per session."""
     store = Memory()
     chief, other = (Channel(role, store).below("a session") for role in (CHIEF, OTHER))
-    assert chief.tell_first("who", "chief")
-    assert not other.tell_first("who", "other")
+    assert chief.send_once("who", "chief")
+    assert not other.send_once("who", "other")
     with pytest.raises(AgreementError, match="'a session/who' has been sent before"):
-        other.tell("who", "other")
-    assert other.hear("who", 10) == "chief"
-    assert Channel(OTHER, store).below("another session").tell_first("who", "other")
+        other.send("who", "other")
+    assert other.receive("who", 10) == "chief"
+    assert Channel(OTHER, store).below("another session").send_once("who", "other")
     chief.forget("who")
     assert list(store.values) == ["keras_distplug/told/another session/who"]
 
@@ -119,18 +119,18 @@ def test_sessions() -> None:
     for number in range(2):
         name = f"training {number}"
         of_chief, of_other = chief.session(name), other.session(name)
-        of_chief.tell("greeting", name)
-        assert of_other.hear("greeting", 10) == name
+        of_chief.send("greeting", name)
+        assert of_other.receive("greeting", 10) == name
 
 
 def test_chief_without_a_value() -> None:
     """A chief without a value gets an error, instead of a timeout on other workers."""
     with pytest.raises(AgreementError, match="the chief gave no value"):
-        Channel(CHIEF, Memory()).from_chief("run", None)
+        Channel(CHIEF, Memory()).broadcast("run", None)
 
 
 def test_alone() -> None:
     """A single process agrees with itself immediately."""
-    alone = agreement.among(Role("worker", 0, {}, "a test"))
-    assert alone.from_chief("run", "run-0001") == "run-0001"
+    alone = agreement.get_channel(Role("worker", 0, {}, "a test"))
+    assert alone.broadcast("run", "run-0001") == "run-0001"
     alone.barrier("finished")

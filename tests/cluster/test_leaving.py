@@ -16,7 +16,7 @@ from keras_distplug.cluster import leaving
 from keras_distplug.core.errors import PeerLostError
 leaving.prepare()
 atexit.register(lambda: print("last words"))
-leaving.peer_is_lost()
+leaving.note_lost_peer()
 """
 LOST = 'PeerLostError("worker-1 is gone")'
 CAUGHT = f"try: raise {LOST}\nexcept PeerLostError: pass\n"
@@ -72,7 +72,7 @@ def test_hanging_last_words() -> None:
 
 def test_told_to_go() -> None:
     """A process that leaves with a code of this package always exits with that code."""
-    ended, printed = run(f"{ENDLESS}leaving.with_code(143)\nsys.exit(143)")
+    ended, printed = run(f"{ENDLESS}leaving.set_exit_code(143)\nsys.exit(143)")
     assert (ended, printed) == (143, "last words\n")
 
 
@@ -111,7 +111,7 @@ rendezvous.report_failure = lambda role, error: print("told", error)
 def test_hook_of_the_script() -> None:
     """An exception hook that the script installed is called."""
     hook = "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"
-    ended, printed = run(f"{hook}leaving.peer_is_lost()\nraise {LOST}")
+    ended, printed = run(f"{hook}leaving.note_lost_peer()\nraise {LOST}")
     assert ended == 201
     assert "mine: worker-1 is gone" in printed
 

@@ -150,14 +150,14 @@ def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
         while not (said("worker-0 is waiting for", last.name) and said("does not resolve")):
             time.sleep(0.01)
-        monkeypatch.setattr(others, "address_of", address)
+        monkeypatch.setattr(others, "get_address", address)
         rendezvous.meet(last, VERSIONS)
 
-    address = others.address_of
+    address = others.get_address
     # The name resolves once the last one is there.
     monkeypatch.setattr(
         others,
-        "address_of",
+        "get_address",
         lambda role, rank: address(nowhere if (role.rank, rank) == (1, 0) else role, rank),
     )
     assert outcomes(meet(first), meet(worker), come_last) == [None] * 3

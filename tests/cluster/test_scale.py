@@ -29,7 +29,7 @@ def test_agreements(count: int) -> None:
     others = count - 1
     with cost_of("one_tells_all", count) as cost:
         assert cost.messages == {"put": 1, "get": others}
-    for name in ("first_complaint", "all_tell_all"):
+    for name in ("first_error", "all_tell_all"):
         with cost_of(name, count) as cost:
             assert cost.messages == {"put": others + 1, "get": 2 * others, "delete": 1}
             assert cost.kept == 1  # until the next time

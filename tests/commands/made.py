@@ -44,7 +44,7 @@ def final(step: int, **changes: Any) -> TrainState:
 def run(directory: str | Path | Files, *states: TrainState, name: str = RUN) -> Checkpoints:
     """Makes a run with one checkpoint per state."""
     files = open_files(directory) if isinstance(directory, str | Path) else directory
-    assert runs.begin_run(files, job=None, seed=0).name == name
+    assert runs.create_run(files, job=None, seed=0).name == name
     checkpoints = Checkpoints(files, keep_last=99, run=name)
     for each in states:
         checkpoints.save(each)

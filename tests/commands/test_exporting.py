@@ -77,8 +77,8 @@ def test_shares(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         f"model/{number}": rng.normal(size=size).astype("float32")
         for number, size in enumerate([(70_000,), (3, 5), (0, 2), (300, 400), ()])
     }
-    stock = codec.files_for
-    monkeypatch.setattr(codec, "files_for", lambda *given: world_size * stock(*given))
+    stock = codec.list_shard_files
+    monkeypatch.setattr(codec, "list_shard_files", lambda *given: world_size * stock(*given))
     store = made.run(tmp_path, TrainState(Cursor(1, 0, 4), {"optimizer/x": np.ones(9), **arrays}))
     stored = store.read("step-00000004")
     assert len(stored.manifest.shards) == world_size

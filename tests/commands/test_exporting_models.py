@@ -128,7 +128,7 @@ def test_safetensors(trained: tuple[Path, keras.Model], tmp_path: Path, ask: Ask
     ask("export", directory, tmp_path / "w.safetensors")
     found = safetensors.numpy.load_file(tmp_path / "w.safetensors")
     assert "model/sequential/dense/kernel" in found or len(found) == len(model.weights) + 1
-    variables = capture.variables_of(model)
+    variables = capture.list_variables(model)
     expected = [v.numpy().tobytes() for key, v in variables.items() if key.startswith("model/")]
     assert sorted(value.tobytes() for value in found.values()) == sorted(expected)
 
@@ -419,7 +419,7 @@ def test_another_model_in_the_file(tmp_path: Path) -> None:
     fit(tmp_path, model=wide("tanh"))
     files = open_files(tmp_path)
     stored = CheckpointStore(files, RUN).read("final-00000008")
-    other = model_export.architecture_of(small.model())
+    other = model_export.get_architecture(small.model())
     assert other is not None
     with pytest.raises(OtherRunError, match="First difference: "):
         model_export.save_rebuilt(other, stored.manifest, stored.values, tmp_path / "a.keras")
@@ -439,7 +439,7 @@ def test_undisturbed(
     if rebuilt:  # as on several workers
 
         def save(model: keras.Model, *given: Any) -> None:
-            made_from = model_export.architecture_of(model)
+            made_from = model_export.get_architecture(model)
             assert made_from is not None
             model_export.save_rebuilt(made_from, *given)
 

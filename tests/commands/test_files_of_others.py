@@ -20,7 +20,7 @@ from keras_distplug.core.events import Entry
 from keras_distplug.core.printable import printable
 from keras_distplug.runlog import log_files
 from keras_distplug.runlog.event_files import EventFiles
-from keras_distplug.runlog.sinks import sink_for
+from keras_distplug.runlog.sinks import open_sink
 from keras_distplug.storage import ownership, runs
 from keras_distplug.storage.files import LinkError, create_private, open_files
 from keras_distplug.storage.retention import Retention
@@ -284,7 +284,7 @@ def test_nothing_is_written_through_a_link(place: str, tmp_path: Path) -> None:
         lambda: create_private(files, f"{place}/0001.json", [b"x"]),
         lambda: files.put(directory / RUN / "RUN.json", f"{place}/0001.json", overwrite=True),
         lambda: files.copy(f"{RUN}/RUN.json", f"{place}/0001.json"),
-        lambda: sink_for(files, f"{place}/worker").write(b"x"),
+        lambda: open_sink(files, f"{place}/worker").write(b"x"),
     ]
     if place.startswith(RUN):
         creating.append(lambda: EventFiles(files, f"{place}/goodput").add_scalar("a", 0.5, 1))

@@ -233,14 +233,14 @@ def test_unreadable_training(tmp_path: Path, ask: Ask, monkeypatch: pytest.Monke
     """A training that cannot be read hides no other one."""
     made.run(tmp_path / "a", made.state(4))
     made.run(tmp_path / "b", made.state(4))
-    stock = locations.survey.look_at
+    stock = locations.survey.survey_run
 
-    def look_at(files: Any, run: str, *depth: Any) -> Any:
+    def survey_run(files: Any, run: str, *depth: Any) -> Any:
         if files.where().endswith("/a"):
             raise OSError("the disk is on fire")
         return stock(files, run, *depth)
 
-    monkeypatch.setattr(locations.survey, "look_at", look_at)
+    monkeypatch.setattr(locations.survey, "survey_run", survey_run)
     found = ask("ls", tmp_path)[1]["trainings"]
     assert [(each["name"], each["state"]) for each in found] == [
         ("a", "unreadable: the disk is on fire"),

@@ -22,7 +22,7 @@ from keras_distplug.core.state import Completion
 from keras_distplug.storage import layout, survey
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.manifest import SCHEMA_VERSION
-from keras_distplug.storage.sealed import digest_of
+from keras_distplug.storage.sealed import compute_digest
 from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.storage.stores.local import LocalFiles
 
@@ -199,7 +199,7 @@ def test_training_cleans_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return stock(self, path)
 
     monkeypatch.setattr(LocalFiles, "read", read)
-    found = survey.look_at(open_files(tmp_path), RUN, survey.Depth.BYTES)
+    found = survey.survey_run(open_files(tmp_path), RUN, survey.Depth.BYTES)
     assert cleaned
     assert [(each.name, each.state) for each in found.checkpoints] == [
         ("step-00000008", "committed")
@@ -349,7 +349,7 @@ def test_another_release(tmp_path: Path, ask: Ask) -> None:
     body = json.loads(manifest.read_text())
     del body["sha256"]
     body["schema_version"] = SCHEMA_VERSION + 1
-    manifest.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    manifest.write_text(json.dumps({**body, "sha256": compute_digest(body)}))
     code, told = ask("verify", tmp_path)
     assert (code, told["findings"][0]["state"]) == (1, "unreadable")
     assert "schema version" in told["findings"][0]["reason"]

@@ -115,8 +115,8 @@ def test_scipy() -> None:
 def test_unknown() -> None:
     """If a part is not an array, the whole is unknown."""
     assert contents.fingerprint_arrays((X, 3)) == {}
-    assert contents.of_given(lambda: X) == {}
-    assert contents.of_given(iter([X])) == {}
+    assert contents.fingerprint_given(lambda: X) == {}
+    assert contents.fingerprint_given(iter([X])) == {}
 
 
 def test_arrays_that_cannot_be_read() -> None:
@@ -131,7 +131,7 @@ def test_arrays_that_cannot_be_read() -> None:
         __array__ = __getitem__
 
     assert contents.fingerprint_arrays((Strange(), Y)) == {}
-    assert contents.of_given(Strange()) == {}
+    assert contents.fingerprint_given(Strange()) == {}
 
 
 def test_files_in_another_folder() -> None:
@@ -139,7 +139,7 @@ def test_files_in_another_folder() -> None:
 
     def of(folder: str, *names: str) -> Any:
         files = tf.data.Dataset.from_tensor_slices([f"{folder}/{name}" for name in names])
-        return contents.of_given(files.interleave(tf.data.TFRecordDataset).batch(4))
+        return contents.fingerprint_given(files.interleave(tf.data.TFRecordDataset).batch(4))
 
     found = of("/scratch/job-1/shards", "a.tfrecord", "b.tfrecord")
     assert of("/tmp/x", "a.tfrecord", "b.tfrecord") == found
@@ -163,10 +163,10 @@ def test_pipelines(name: str) -> None:
     """The tensors that they are made from count; names that TensorFlow numbers, and seeds, do
     not."""
     made = PIPELINES[name]
-    found = contents.of_given(made(X))
+    found = contents.fingerprint_given(made(X))
     assert found
-    assert contents.of_given(made(X)) == found
-    assert contents.of_given(made(changed(X)))[CONTENTS] != found[CONTENTS]
+    assert contents.fingerprint_given(made(X)) == found
+    assert contents.fingerprint_given(made(changed(X)))[CONTENTS] != found[CONTENTS]
 
 
 def test_generators() -> None:
@@ -175,7 +175,7 @@ def test_generators() -> None:
 
     def of() -> Any:
         made = tf.data.Dataset.from_generator(lambda: iter(X), output_signature=spec)
-        return contents.of_given(made.batch(8))
+        return contents.fingerprint_given(made.batch(8))
 
     assert of() == of()
 

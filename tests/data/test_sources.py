@@ -24,7 +24,7 @@ from data import inputs  # noqa: E402
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter  # noqa: E402
 
 from keras_distplug.backend.tensorflow.input import pipeline  # noqa: E402
-from keras_distplug.backend.tensorflow.input.earlier_passes import made_from  # noqa: E402
+from keras_distplug.backend.tensorflow.input.earlier_passes import walk_upstream  # noqa: E402
 from keras_distplug.core.errors import DataError  # noqa: E402
 from keras_distplug.data import python_sources, sources  # noqa: E402
 from keras_distplug.data.position import Positioned  # noqa: E402
@@ -201,11 +201,11 @@ def test_large_tensors_are_held_once(dtype: str) -> None:
     numbers, others = (tf.cast(tf.range(first, first + 2000), dtype) for first in (0, 1))
     dataset = tf.data.Dataset.from_tensor_slices((numbers, others)).batch(8)
     parts = pipeline.read(dataset)
-    given = next(d for d in made_from(dataset) if hasattr(d, "_tensors"))._tensors
+    given = next(d for d in walk_upstream(dataset) if hasattr(d, "_tensors"))._tensors
     assert len(given) == 2
     assert {id(each) for each in given} == {id(each) for each in parts._held.values()}
     assert len(parts._graph.SerializeToString()) < 4000
-    remade = parts.remaker([], frozenset())([], 2, 0)
+    remade = parts.make_rebuilder([], frozenset())([], 2, 0)
     for ours, theirs in zip(remade, dataset.skip(2), strict=True):
         assert all(map(lambda a, b: bool(tf.reduce_all(a == b)), ours, theirs))
 
@@ -350,7 +350,7 @@ def read_by_worker(source: Any, worker: int, *seed: int, batches: int) -> list[n
 
     @tf.function
     def made(worker: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        dataset = source.of_worker(worker, 2, seed).repeat()
+        dataset = source.build_for_worker(worker, 2, seed).repeat()
         specs[:] = [dataset.element_spec]
         return tf.data.experimental.to_variant(dataset)
 

@@ -44,7 +44,7 @@ with atheris.instrument_imports(include=["keras_distplug", "json"]):
     from keras_distplug.runlog.summary import summary
     from keras_distplug.storage import architecture, layout, runs, survey
     from keras_distplug.storage.files import Files, open_files
-    from keras_distplug.storage.sealed import digest_of
+    from keras_distplug.storage.sealed import compute_digest
     from keras_distplug.storage.store import CheckpointStore
 
 SHARD = test_forged_checkpoints.SHARD
@@ -59,7 +59,7 @@ def sealed(data: bytes) -> bytes:
     if not isinstance(body, dict):
         return data
     body.pop("sha256", None)
-    return json.dumps({**body, "sha256": digest_of(body)}).encode()
+    return json.dumps({**body, "sha256": compute_digest(body)}).encode()
 
 
 def fresh(path: str, data: bytes) -> Files:
@@ -71,7 +71,7 @@ def fresh(path: str, data: bytes) -> Files:
 
 def manifest(data: bytes) -> None:
     files = fresh(f"{RUN}/step-00000042/{layout.MANIFEST}", sealed(data))
-    [seen] = survey.checkpoints_of(files, RUN)
+    [seen] = survey.list_checkpoints(files, RUN)
     if seen.manifest is not None:
         tables._plain(as_json(seen))
         tables.numbers(seen.manifest.metrics)

@@ -28,7 +28,7 @@ from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.manifest import Manifest
-from keras_distplug.storage.sealed import digest_of
+from keras_distplug.storage.sealed import compute_digest
 from keras_distplug.storage.store import CheckpointStore
 
 LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -64,7 +64,7 @@ HEADER = json.loads(SHARD[8 : 8 + int.from_bytes(SHARD[:8], "little")])
 def text_of(body: Any) -> str:
     if not isinstance(body, dict):
         return json.dumps(body)
-    return json.dumps({**body, "sha256": digest_of(body)})
+    return json.dumps({**body, "sha256": compute_digest(body)})
 
 
 class Recorded:

@@ -103,12 +103,12 @@ class Cluster:
         }
 
     def _inquiry(self, role: Role, report: Report) -> ClusterInquiry:
-        def hear(hang: str) -> None:
+        def receive(hang: str) -> None:
             self.heard[role.rank] = hang
             self.all_heard.release()
 
         channel = Channel(role, self.memory, "session/")
-        return ClusterInquiry(channel, lambda: report, hear)
+        return ClusterInquiry(channel, lambda: report, receive)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_all_workers_are_notified(asks: int, clusters: list[Cluster]) -> None:
     clusters.append(cluster)
     verdict = cluster.inquiries[asks].ask()
     assert verdict.hang == "worker-0 is in batch 3, for 30.0 s"
-    cluster.inquiries[asks].tell(verdict.hang)
+    cluster.inquiries[asks].report_hang(verdict.hang)
     for _ in range(3):
         assert cluster.all_heard.acquire(timeout=20)
     assert cluster.heard == dict.fromkeys(range(3), verdict.hang)
@@ -157,7 +157,7 @@ def test_frozen_worker(clusters: list[Cluster]) -> None:
     verdict = cluster.inquiries[0].ask()
     assert verdict.hang is not None
     assert verdict.hang.startswith("worker-1 did not answer")
-    cluster.inquiries[0].tell(verdict.hang)
+    cluster.inquiries[0].report_hang(verdict.hang)
     cluster.inquiries[0].leave()
     assert cluster.memory.values["keras_distplug/told/session/left/0"] == ""
 
@@ -221,7 +221,7 @@ def test_frozen_chief(clusters: list[Cluster]) -> None:
     verdict = cluster.inquiries[1].ask()
     assert verdict.hang is not None
     assert verdict.hang.startswith("worker-0 did not answer")
-    cluster.inquiries[1].tell(verdict.hang)
+    cluster.inquiries[1].report_hang(verdict.hang)
     cluster.inquiries[1].leave()
 
 

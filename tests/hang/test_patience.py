@@ -8,7 +8,7 @@ from keras_distplug.hang.patience import Patience, Stage
 def test_floors() -> None:
     """Before anything was measured, and after fast stages, the limits are generous."""
     patience = Patience({})
-    patience.took(Stage.STEP, 0.01)
+    patience.record_duration(Stage.STEP, 0.01)
     assert patience.limit_s(Stage.FIRST_STEP) == 3600
     assert patience.limit_s(Stage.STEP) == 300
     assert patience.limit_s(Stage.BETWEEN) == 3600
@@ -17,8 +17,8 @@ def test_floors() -> None:
 def test_five_times_the_longest() -> None:
     """A stage may take five times as long as its longest so far."""
     patience = Patience({})
-    patience.took(Stage.STEP, 90)
-    patience.took(Stage.STEP, 70)
+    patience.record_duration(Stage.STEP, 90)
+    patience.record_duration(Stage.STEP, 70)
     assert patience.limit_s(Stage.STEP) == 450
     assert patience.limit_s(Stage.VALIDATION_STEP) == 300
 
@@ -26,8 +26,8 @@ def test_five_times_the_longest() -> None:
 def test_a_step_may_take_as_long_as_the_first_one() -> None:
     """A later step may be traced again."""
     patience = Patience({})
-    patience.took(Stage.FIRST_STEP, 100)
-    patience.took(Stage.FIRST_VALIDATION_STEP, 200)
+    patience.record_duration(Stage.FIRST_STEP, 100)
+    patience.record_duration(Stage.FIRST_VALIDATION_STEP, 200)
     assert patience.limit_s(Stage.STEP) == 500
     assert patience.limit_s(Stage.VALIDATION_STEP) == 1000
 
@@ -35,5 +35,5 @@ def test_a_step_may_take_as_long_as_the_first_one() -> None:
 def test_given() -> None:
     """Limits set by the user apply."""
     patience = Patience({Stage.STEP: 7.0})
-    patience.took(Stage.FIRST_STEP, 100)
+    patience.record_duration(Stage.FIRST_STEP, 100)
     assert patience.limit_s(Stage.STEP) == 7

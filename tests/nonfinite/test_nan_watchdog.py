@@ -20,7 +20,7 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, NonFiniteError  # noqa: E402
 from keras_distplug.nonfinite import incident_files  # noqa: E402
-from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, find_culprits  # noqa: E402
+from keras_distplug.nonfinite.skipped_updates import ReplicaValues, SkippedUpdate, find_culprits  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 10
@@ -79,7 +79,7 @@ def trained(
     return small.state(made), history
 
 
-class Heard(list[LeftOut]):
+class Heard(list[SkippedUpdate]):
     def watchdog(self, **arguments: Any) -> kd.NaNWatchdog:
         return kd.NaNWatchdog(on_fault=self.append, **arguments)
 
@@ -424,8 +424,8 @@ def test_arguments(arguments: dict[str, Any]) -> None:
         kd.NaNWatchdog(**arguments)
 
 
-def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> OfReplica:
-    return OfReplica(replica, "worker-0 on here", loss, norm, variables)
+def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> ReplicaValues:
+    return ReplicaValues(replica, "worker-0 on here", loss, norm, variables)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> OfRepli
         ([of(0, 90.0)], [0]),
     ],
 )
-def test_culprits(replicas: list[OfReplica], blamed: list[int]) -> None:
+def test_culprits(replicas: list[ReplicaValues], blamed: list[int]) -> None:
     """The culprits are replicas with non-finite gradients or loss, otherwise outliers, or all
     replicas if all are affected."""
     assert [each.replica for each in find_culprits(replicas)] == blamed

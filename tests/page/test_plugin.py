@@ -22,7 +22,7 @@ from keras_distplug.storage.files import open_files
 from keras_distplug.storage.stores.local import LocalFiles
 from keras_distplug.tensorboard_plugin import plugin as plugin_module
 from keras_distplug.tensorboard_plugin import watched
-from keras_distplug.tensorboard_plugin.plugin import Loader, Plugin, folders_of
+from keras_distplug.tensorboard_plugin.plugin import Loader, Plugin, list_folders
 
 
 def plugin(**flags: Any) -> Plugin:
@@ -146,7 +146,7 @@ def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("made anew")
 
     monkeypatch.setattr(watched, "judged", fail)
-    monkeypatch.setattr(watched.survey, "looked_at", fail)
+    monkeypatch.setattr(watched.survey, "checkpoint_states", fail)
     assert (shown(asked), details(asked, "run-0001")) == before
     now = time.time()
     monkeypatch.setattr(plugin_module, "time", SimpleNamespace(time=lambda: now + 9e9))
@@ -194,7 +194,7 @@ def test_requests_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "open_files", lambda url: Counted(open_files(url), asked))
     files = open_files(root)
     for rank, fit in enumerate(logged.fits(4, 10)[0]):
-        sink = sinks.sink_for(files, f"run-0001/log/20260101T000000Z-worker-{rank}-aaaa")
+        sink = sinks.open_sink(files, f"run-0001/log/20260101T000000Z-worker-{rank}-aaaa")
         sink.write(b"".join(map(to_line, fit.entries)))
     watching = plugin(logdir=root, logdir_spec="")
     [run] = shown(watching)
@@ -211,7 +211,7 @@ def fitted(where: Path, *more: Any) -> None:
     log_files._close_all()
 
 
-def checkpoints_of(folder: Path) -> list[tuple[str, str | None]]:
+def list_checkpoints(folder: Path) -> list[tuple[str, str | None]]:
     asked = plugin(logdir=str(folder), logdir_spec="")
     [run] = shown(asked)
     rows = details(asked, run["name"])["checkpoints"]
@@ -223,7 +223,7 @@ def test_states_of_checkpoints(tmp_path: Path) -> None:
     """They do not depend on the folder that TensorBoard is given; a truncated file is damage."""
     fitted(tmp_path / "mnist")
     run = tmp_path / "mnist" / "run-0001"
-    seen = [checkpoints_of(folder) for folder in (tmp_path, tmp_path / "mnist", run)]
+    seen = [list_checkpoints(folder) for folder in (tmp_path, tmp_path / "mnist", run)]
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][-1] == ("committed", "sizes")
     assert ("unfinished", None) not in seen[0]
@@ -231,7 +231,7 @@ def test_states_of_checkpoints(tmp_path: Path) -> None:
     for shard in newest.glob("*/*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:10])
     for folder in (tmp_path, tmp_path / "mnist", run):
-        rows = checkpoints_of(folder)
+        rows = list_checkpoints(folder)
         assert rows[-1] == ("damaged", None)
         assert ("committed", "sizes") in rows
     assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 0
@@ -244,7 +244,7 @@ def test_states_of_checkpoints(tmp_path: Path) -> None:
 def test_log_apart_from_checkpoints(tmp_path: Path) -> None:
     """They are not visible from there, so none is verified."""
     fitted(tmp_path / "run", kd.RunLog(tmp_path / "logs"))
-    rows = checkpoints_of(tmp_path / "logs")
+    rows = list_checkpoints(tmp_path / "logs")
     assert rows
     assert set(rows) == {("committed", None)}
 
@@ -308,7 +308,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_where_to_look(flags: dict[str, str], folders: dict[str, str]) -> None:
-    assert folders_of(SimpleNamespace(**flags)) == folders  # type: ignore[arg-type]
+    assert list_folders(SimpleNamespace(**flags)) == folders  # type: ignore[arg-type]
 
 
 def test_tensorboard_accepts_every_response(

@@ -55,7 +55,7 @@ def test_handed_over(lost: int, watch: SignalWatch, monkeypatch: pytest.MonkeyPa
     """
     monkeypatch.setattr(signal_watch, "_REPEAT_SECS", 0.2)
     monkeypatch.setattr(signal, "pthread_kill", kills := Kills(lost))
-    thread = threading.Thread(target=watch.hand_over, args=(NUMBER,))
+    thread = threading.Thread(target=watch.run_previous_handler, args=(NUMBER,))
 
     def wait() -> None:
         thread.start()
@@ -80,7 +80,7 @@ def test_later_handler(watch: SignalWatch, monkeypatch: pytest.MonkeyPatch) -> N
         came.set()
 
     signal.signal(NUMBER, later)
-    thread = threading.Thread(target=watch.hand_over, args=(NUMBER,))
+    thread = threading.Thread(target=watch.run_previous_handler, args=(NUMBER,))
     thread.start()
     assert came.wait(30)
     thread.join(30)

@@ -19,12 +19,12 @@ class Line:
         self.heard = 0
         self.noise_s = 0.0
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         assert topic not in self.kept
         self.kept[topic] = text
         self.now_s += len(text) * self.byte_s
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         self.heard += 1
         self.now_s += EMPTY_S + (self.noise_s if self.heard % 3 else 0)
         return self.kept[topic]

@@ -71,7 +71,7 @@ def test_again(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
     for step in range(5):
         written.add_scalar("tag", step / 2, step)
         try:
-            written.look_after()
+            written.flush_if_due()
         except TimeoutError:
             failures += 1
     written.close()
@@ -88,7 +88,7 @@ def test_of_somebody_else(url: str) -> None:
     [path] = written.path.iterdir()
     files.create(f"run/{path.name}", [b"theirs"])
     with pytest.raises(FileExistsError):
-        written.look_after()
+        written.flush_if_due()
     assert files.read(f"run/{path.name}") == b"theirs"
     assert path.exists()
 

@@ -16,8 +16,8 @@ from keras_distplug.core.events import Entry, Event
 from keras_distplug.core.step_marker import StepMarker
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.runlog import last_attempt, log_files, sinks
-from keras_distplug.runlog.last_attempt import Before, look_back
-from keras_distplug.runlog.log_files import Log, Reader, newest, open_beside, read, sink_for
+from keras_distplug.runlog.last_attempt import Before, find_earlier_attempts
+from keras_distplug.runlog.log_files import Log, Reader, newest, open_beside, open_sink, read
 from keras_distplug.storage.files import Files, open_files
 
 RUN = "run-0001"
@@ -41,7 +41,7 @@ def no_failure(error: OSError) -> None:
 
 
 def log(files: Files, stem: str = "one") -> Log:
-    return Log(sink_for(files, f"{RUN}/log/{stem}"), no_failure)
+    return Log(open_sink(files, f"{RUN}/log/{stem}"), no_failure)
 
 
 def steps(files: Files) -> list[int]:
@@ -195,7 +195,7 @@ def test_full_disk(tmp_path: Path) -> None:
     """What a disk has taken before it was full is taken back: nothing is there twice, and nothing
     is cut off."""
     files = open_files(tmp_path)
-    sink = sink_for(files, f"{RUN}/log/one")
+    sink = open_sink(files, f"{RUN}/log/one")
     sink.write(line(began()))
     path = tmp_path / RUN / "log" / "one.jsonl"
     size = path.stat().st_size
@@ -218,7 +218,7 @@ def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads looks again for a file that was replaced behind the listing, and what was known of
     it is not lost where that happens again and again."""
     files = open_files(f"memory://{uuid.uuid4().hex}")
-    sink, reader = sink_for(files, f"{RUN}/log/one"), Reader(files, RUN)
+    sink, reader = open_sink(files, f"{RUN}/log/one"), Reader(files, RUN)
     sink.write(line(began()))
     replaced, most = [0], [1]
     stock = type(files).size
@@ -247,7 +247,7 @@ def test_notes_about_lines(files: Files) -> None:
     """A line that is skipped is noted once, with its number, in few words; blank ones are not."""
     notes: list[str] = []
     reader = Reader(files, RUN, notes.append)
-    sink = sink_for(files, f"{RUN}/log/one")
+    sink = open_sink(files, f"{RUN}/log/one")
     sink.write(line(began()) + b"\n" + b'{"v": 1, "' + b"x" * 10**6 + b'": 1}\n')
     for step in (1, 2, 3):
         sink.write(line(events.Window(step, 1, 0, {"step": 1.0})))
@@ -278,7 +278,7 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.release()
         return line(events.Beat())
 
-    sink = sink_for(open_files(tmp_path), f"{RUN}/log/one")
+    sink = open_sink(open_files(tmp_path), f"{RUN}/log/one")
     written = Log(sink, no_failure, beat=beat)
     written.append(line(began()))
     for _ in range(3):
@@ -304,7 +304,7 @@ def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are counted by their sessions, and of the last one it is known how far it had come:
     exactly, where it has told of its end."""
     monkeypatch.setattr(sinks, "_PART_BYTES", 300)
-    assert look_back(files, RUN, "worker-0") is None
+    assert find_earlier_attempts(files, RUN, "worker-0") is None
     stems = [
         "20261122T101112Z-worker-0-3f0c9a1b",
         "20261122T101112Z-worker-1-3f0c9a1b",
@@ -321,9 +321,9 @@ def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert written.flush()
         written.append(line(events.Beat()))
         written.close()
-    before = look_back(files, RUN, "worker-0")
+    before = find_earlier_attempts(files, RUN, "worker-0")
     assert before == Before(2, 40, has_told_all=False)
-    assert look_back(files, RUN, "chief-0") is None
+    assert find_earlier_attempts(files, RUN, "chief-0") is None
     assert before.loss(38) == "the log of attempt 2 ends at step 40"
     assert before.loss(40) == ""  # there may have been more steps that its log doesn't have
     written = log(files, "20261122T121113Z-worker-0-bbbbbbbb")
@@ -331,7 +331,7 @@ def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     written.append(line(events.Window(44, 1, 0, {"step": 1.0})))
     written.append(line(events.Raised("ValueError: no")))
     written.close()
-    before = look_back(files, RUN, "worker-0")
+    before = find_earlier_attempts(files, RUN, "worker-0")
     assert before == Before(3, 44, has_told_all=True)
     assert before.loss(43) == "1 step since that checkpoint was lost"
     assert before.loss(44) == "no steps were lost"
@@ -346,12 +346,12 @@ def test_exact_loss(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     written.append(line(events.Window(40, 1, 0, {"step": 1.0})))
     written.close()
     StepMarker(supervised.step_marker(files.where(RUN)), "aaaaaaaa", 30).store(47)
-    before = look_back(files, RUN, "worker-0")
+    before = find_earlier_attempts(files, RUN, "worker-0")
     assert before is not None
     assert before.loss(38) == "the log of attempt 1 ends at step 40"
     for name, value in supervised.to_env().items():
         monkeypatch.setenv(name, value)
-    before = look_back(files, RUN, "worker-0")
+    before = find_earlier_attempts(files, RUN, "worker-0")
     assert before == Before(1, 47, has_told_all=True)
     assert before.loss(38) == "9 steps since that checkpoint were lost"
 
@@ -365,4 +365,4 @@ def test_look_back_reads_the_end_only(tmp_path: Path, monkeypatch: pytest.Monkey
     for number in range(1000):
         written.append(line(events.Window(number, 1, 0, {"step": 1.0})))
     written.close()
-    assert look_back(files, RUN, "worker-0") == Before(1, 999, has_told_all=False)
+    assert find_earlier_attempts(files, RUN, "worker-0") == Before(1, 999, has_told_all=False)

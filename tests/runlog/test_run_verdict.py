@@ -17,7 +17,7 @@ from keras_distplug.runlog.incident_groups import Place
 from keras_distplug.runlog.run_state import State
 from keras_distplug.runlog.run_verdict import Verdict
 from keras_distplug.runlog.summary import judged
-from keras_distplug.storage.survey import Looked
+from keras_distplug.storage.survey import CheckpointState
 
 BEGIN = 1000.0
 STEPS = 10  # of a window, which takes a second
@@ -319,7 +319,7 @@ def test_eight_questions() -> None:
     first = [fit for fit in fits if fit.began.session == "session-0"]
     supervised = supervised[:2]
     now = supervised[1].at + 5
-    looked = {1000: Looked("committed", True), 500: Looked("committed", True)}
+    looked = {1000: CheckpointState("committed", True), 500: CheckpointState("committed", True)}
     found = judged(first, supervised, now, looked, Place("/runs/mnist", "run-0001"))
     shown = found.verdict
     assert shown.where == ("worker-1 on node-1",)
@@ -331,7 +331,7 @@ def test_eight_questions() -> None:
     assert shown.recovery == "yes: the supervisor restarts the workers, from step 1000"
     assert shown.slow.startswith("nothing")
     assert shown.advice == "Wait: the supervisor decides about a restart."
-    without = judged(first, supervised, now, {500: Looked("committed", True)}).verdict
+    without = judged(first, supervised, now, {500: CheckpointState("committed", True)}).verdict
     assert without.lost == "at least 500 steps (since checkpoint 500)"
 
 

@@ -20,10 +20,10 @@ RUN = "run-0001"
 class NoExchange:
     """An exchange without other workers."""
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         return
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         raise AgreementError(topic)
 
 
@@ -54,7 +54,7 @@ class Checkpoints(CheckpointStore):
             try:
                 self.verify(stored.name)
             except CorruptCheckpointError as error:
-                self.set_aside(stored.name, error)
+                self.quarantine(stored.name, error)
             else:
                 return stored
         return None

@@ -31,7 +31,7 @@ def any_bits(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def encoded(arrays: Mapping[str, np.ndarray], rank: int = 0, world_size: int = 1) -> bytes:
     """Returns the file of one of `world_size` workers."""
-    return b"".join(codec.encode(codec.share(codec.specs_of(arrays), rank, world_size), arrays))
+    return b"".join(codec.encode(codec.share(codec.make_specs(arrays), rank, world_size), arrays))
 
 
 def read(files: Iterable[bytes], specs: Iterable[VariableSpec]) -> dict[str, np.ndarray]:
@@ -53,7 +53,7 @@ def read(files: Iterable[bytes], specs: Iterable[VariableSpec]) -> dict[str, np.
 
 def there_and_back(arrays: Mapping[str, np.ndarray], world_size: int = 1) -> dict[str, np.ndarray]:
     files = [encoded(arrays, rank, world_size) for rank in range(world_size)]
-    return read(files, codec.specs_of(arrays))
+    return read(files, codec.make_specs(arrays))
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -110,7 +110,7 @@ def test_order() -> None:
     keys = ["z", "a/b", "m_10", "m_9", "é"]
     arrays = {key: np.array(i, "int8" if i % 2 else "float64") for i, key in enumerate(keys)}
     assert list(there_and_back(arrays)) == keys
-    assert [spec.key for spec in codec.specs_of(arrays)] == keys
+    assert [spec.key for spec in codec.make_specs(arrays)] == keys
 
 
 def test_nothing() -> None:
@@ -120,7 +120,7 @@ def test_nothing() -> None:
 
 def test_specs() -> None:
     """A spec contains the shape and the type, regardless of byte order."""
-    specs = codec.specs_of({"a": np.zeros((2, 3), ">f4"), "b": any_bits("bfloat16", ())})
+    specs = codec.make_specs({"a": np.zeros((2, 3), ">f4"), "b": any_bits("bfloat16", ())})
     assert specs == (VariableSpec("a", (2, 3), "float32"), VariableSpec("b", (), "bfloat16"))
 
 
@@ -171,7 +171,7 @@ def test_truncation() -> None:
         # Missing blanks at the end of a header are not detected.
         match = "^over/there is not a safetensors" if length < header - 63 else "."
         with pytest.raises(CorruptCheckpointError, match=match):
-            read([data[:length]], codec.specs_of(arrays))
+            read([data[:length]], codec.make_specs(arrays))
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ def test_mismatched_spec(spec: VariableSpec, match: str) -> None:
 def test_missing() -> None:
     """A variable that is missing from the files, or incomplete, is named."""
     arrays = {"x": np.arange(8.0), "y": np.arange(3)}
-    specs = [*codec.specs_of(arrays), VariableSpec("z", (2,), "int8")]
+    specs = [*codec.make_specs(arrays), VariableSpec("z", (2,), "int8")]
     with pytest.raises(
         CorruptCheckpointError, match="the/checkpoint does not hold the variable `z`"
     ):
         read([encoded(arrays)], specs)
     with pytest.raises(CorruptCheckpointError, match="does not hold the variable `x`"):
-        read([encoded(arrays, 1, 2)], codec.specs_of(arrays))
+        read([encoded(arrays, 1, 2)], codec.make_specs(arrays))
 
 
 def test_many_sizes() -> None:
@@ -278,7 +278,7 @@ def test_shares(world_size: int) -> None:
     }
     for key, back in there_and_back(arrays, world_size).items():
         assert_same(back, arrays[key])
-    shares = [codec.share(codec.specs_of(arrays), rank, world_size) for rank in range(world_size)]
+    shares = [codec.share(codec.make_specs(arrays), rank, world_size) for rank in range(world_size)]
     names = [piece.name for share in shares for piece in share]
     assert len(names) == len(set(names))
     total = sum(array.nbytes for array in arrays.values())
@@ -289,7 +289,7 @@ def test_shares(world_size: int) -> None:
 def test_what_a_share_splits() -> None:
     """Only variables at the borders of shares are split, and their names say so."""
     arrays = {name: np.zeros((4, 2), np.float32) for name in "abc"}
-    specs = codec.specs_of(arrays)
+    specs = codec.make_specs(arrays)
     assert [[p.name for p in codec.share(specs, rank, 2)] for rank in range(2)] == [
         ["a", "b[0:4]"],
         ["b[4:8]", "c"],
@@ -300,6 +300,6 @@ def test_what_a_share_splits() -> None:
 
 def test_value_that_changed_its_shape() -> None:
     """A value that does not match its spec is rejected by name."""
-    pieces = codec.share(codec.specs_of({"x": np.zeros(3)}), 0, 1)
+    pieces = codec.share(codec.make_specs({"x": np.zeros(3)}), 0, 1)
     with pytest.raises(ValueError, match=r"Expected `x \[3\] float64`. Received: `x \[4\]"):
         list(codec.encode(pieces, {"x": np.zeros(4)}))

@@ -39,13 +39,13 @@ class Board:
         self._said: dict[str, str] = {}
         self._news = threading.Condition()
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         with self._news:
             assert topic not in self._said, topic
             self._said[topic] = text
             self._news.notify_all()
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         with self._news:
             if not self._news.wait_for(lambda: topic in self._said, timeout_s):
                 raise AgreementError(f"waited {timeout_s} s for {topic}")

@@ -36,12 +36,12 @@ class Notes:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         draft = self._folder / f"{os.getpid()}.draft"
         draft.write_text(text)
         draft.rename(self._folder / topic.replace("/", "~"))
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         note = self._folder / topic.replace("/", "~")
         end_s = time.monotonic() + timeout_s
         while not note.exists():

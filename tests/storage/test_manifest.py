@@ -16,7 +16,7 @@ from keras_distplug.storage.manifest import (
     VariableSpec,
     first_difference,
 )
-from keras_distplug.storage.sealed import digest_of
+from keras_distplug.storage.sealed import compute_digest
 
 KERNEL = VariableSpec("model/dense/kernel", (8, 10), "float32")
 BIAS = VariableSpec("model/dense/bias", (10,), "bfloat16")
@@ -45,7 +45,7 @@ def manifest(**changes: Any) -> Manifest:
 def sealed(text: str, **changes: Any) -> str:
     """Returns `text` with other entries and a matching digest."""
     body = {key: value for key, value in json.loads(text).items() if key != "sha256"} | changes
-    return json.dumps({**body, "sha256": digest_of(body)})
+    return json.dumps({**body, "sha256": compute_digest(body)})
 
 
 def meaning(text: str) -> str | None:
@@ -220,6 +220,6 @@ def test_other_number_of_variables() -> None:
 
 def test_digest() -> None:
     """The digest depends on every value, but not on the order of keys."""
-    assert digest_of({"a": 1, "b": [1, 2]}) == digest_of({"b": [1, 2], "a": 1})
+    assert compute_digest({"a": 1, "b": [1, 2]}) == compute_digest({"b": [1, 2], "a": 1})
     different = [{"a": 1}, {"a": 2}, {"a": "1"}, {"a": 1.0}, {"a": [1]}, {"b": 1}, {}]
-    assert len({digest_of(body) for body in different}) == len(different)
+    assert len({compute_digest(body) for body in different}) == len(different)

@@ -171,7 +171,7 @@ def test_signs_of_life(change: dict[str, object], seen: bool | None) -> None:
 
 def test_hidden_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that `/proc` does not show, such as another user's, may be alive."""
-    monkeypatch.setattr("keras_distplug.core.process._look_at", lambda pid: None)
+    monkeypatch.setattr("keras_distplug.core.process._read_process", lambda pid: None)
     assert is_alive(HERE, HERE) is None
     assert is_alive(replace(HERE, pid=2**22 + 1), HERE) is False
 
@@ -311,7 +311,7 @@ def test_fenced_save(tmp_path: Path) -> None:
     """A process that has lost the directory commits nothing and deletes nothing."""
     files = open_files(tmp_path)
     first = ownership._win(files, silent, HERE, PATIENT)
-    runs.begin_run(files, job=None, seed=0)
+    runs.create_run(files, job=None, seed=0)
     write(files, 1, first)
     first.release()
     second = ownership._win(files, silent, HERE, PATIENT)
@@ -330,7 +330,7 @@ def test_lost_during_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     commit and deletes nothing else."""
     files = open_files(tmp_path)
     first = ownership._win(files, silent, HERE, PATIENT)
-    runs.begin_run(files, job=None, seed=0)
+    runs.create_run(files, job=None, seed=0)
     for step in (1, 2):
         store = write(files, step, first)
     publish = Writer._publish
@@ -353,7 +353,7 @@ def test_failed_save_of_a_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     they may belong to a save of the new owner."""
     files = open_files(tmp_path)
     first = ownership._win(files, silent, HERE, PATIENT)
-    runs.begin_run(files, job=None, seed=0)
+    runs.create_run(files, job=None, seed=0)
     write(files, 1, first)
     first.release()
     ownership._win(files, silent, HERE, PATIENT)
@@ -374,7 +374,7 @@ def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save checks the ownership once."""
     files = open_files(tmp_path)
     owned = ownership._win(files, silent, HERE, replace(PATIENT, beat_secs=60.0))
-    runs.begin_run(files, job=None, seed=0)
+    runs.create_run(files, job=None, seed=0)
     asked: list[str] = []
     names = type(files).names
 
@@ -391,7 +391,7 @@ def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
     """If the ownership cannot be determined, nothing is committed."""
     files = open_files(tmp_path)
     owned = ownership._win(files, silent, HERE, PATIENT)
-    runs.begin_run(files, job=None, seed=0)
+    runs.create_run(files, job=None, seed=0)
     names = type(files).names
 
     def fail(self: Files, folder: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from watched import WatchedFiles
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage.runs import begin_run, newest_run, read_run
+from keras_distplug.storage.runs import create_run, newest_run, read_run
 from keras_distplug.storage.stores.local import LocalFiles
 
 
@@ -44,7 +44,7 @@ def test_no_run(root: Path, files: LocalFiles) -> None:
 @pytest.mark.parametrize("job", [None, "job-1"])
 def test_start_and_find(files: LocalFiles, job: str | None) -> None:
     """A run that was started is found and read, with its record."""
-    run = begin_run(files, job=job, seed=7)
+    run = create_run(files, job=job, seed=7)
     assert run.name == "run-0001"
     assert (run.record.job, run.record.seed) == (job, 7)
     assert newest_run(files) == read_run(files, run.name) == run
@@ -52,7 +52,7 @@ def test_start_and_find(files: LocalFiles, job: str | None) -> None:
 
 def test_next_run(files: LocalFiles) -> None:
     """Every run has a separate folder and a unique ID, and the last one started is the newest."""
-    runs = [begin_run(files, job=None, seed=seed) for seed in range(3)]
+    runs = [create_run(files, job=None, seed=seed) for seed in range(3)]
     assert [run.name for run in runs] == ["run-0001", "run-0002", "run-0003"]
     assert len({run.record.run_id for run in runs}) == 3
     assert newest_run(files) == runs[-1]
@@ -62,7 +62,7 @@ def test_next_run(files: LocalFiles) -> None:
 def test_many_runs(root: Path, files: LocalFiles) -> None:
     """Runs with more digits than the padding of names are newer."""
     (root / "run-9999").mkdir(parents=True)
-    runs = [begin_run(files, job=None, seed=0) for _ in range(2)]
+    runs = [create_run(files, job=None, seed=0) for _ in range(2)]
     assert [run.name for run in runs] == ["run-10000", "run-10001"]
     assert newest_run(files) == runs[-1]
 
@@ -74,19 +74,19 @@ def test_foreign_files(root: Path, files: LocalFiles) -> None:
         (root / name / "RUN.json").write_text("mine")
     (root / "run-0003").write_text("a file")
     assert newest_run(files) is None
-    assert begin_run(files, job=None, seed=0).name == "run-0004"
+    assert create_run(files, job=None, seed=0).name == "run-0004"
     assert (root / "notes/RUN.json").read_text() == "mine"
 
 
 def test_after_a_deleted_run(files: LocalFiles) -> None:
     """If the newest run is deleted, the previous one is the newest, and a new run is a different
     one."""
-    first, second = (begin_run(files, job=None, seed=seed) for seed in range(2))
+    first, second = (create_run(files, job=None, seed=seed) for seed in range(2))
     Checkpoints(files, run=second.name).save(state(1))
     Checkpoints(files, run=second.name).delete_run()
     assert files.names() == [first.name]
     assert newest_run(files) == first
-    third = begin_run(files, job=None, seed=2)
+    third = create_run(files, job=None, seed=2)
     assert third.record.run_id != second.record.run_id
     assert newest_run(files) == third
     assert Checkpoints(files, run=third.name).newest("step") is None
@@ -94,7 +94,7 @@ def test_after_a_deleted_run(files: LocalFiles) -> None:
 
 def test_delete_twice(files: LocalFiles) -> None:
     """Deleting a run that does not exist is not an error."""
-    run = begin_run(files, job=None, seed=0)
+    run = create_run(files, job=None, seed=0)
     Checkpoints(files, run=run.name).delete_run()
     Checkpoints(files, run=run.name).delete_run()
     assert files.names() == []
@@ -104,7 +104,7 @@ def test_killed_deletion(tmp_path: Path) -> None:
     """A deletion that is killed at any point leaves the run intact or deleted: it never reappears
     in part."""
     template = LocalFiles(tmp_path / "template")
-    old, deleted = (begin_run(template, job=None, seed=seed) for seed in range(2))
+    old, deleted = (create_run(template, job=None, seed=seed) for seed in range(2))
     for step in (1, 2):
         Checkpoints(template, run=deleted.name).save(state(step))
     gone = []
@@ -124,7 +124,7 @@ def test_killed_deletion(tmp_path: Path) -> None:
                 Checkpoints(files, run=deleted.name).read(f"step-0000000{step}")
         else:
             assert newest == old
-            new = begin_run(files, job=None, seed=2)
+            new = create_run(files, job=None, seed=2)
             assert newest_run(files) == new
             assert files.names(new.name) == ["RUN.json"]
         if ended == 0:
@@ -145,7 +145,7 @@ def test_killed_start(tmp_path: Path) -> None:
 
         def begin(files: LocalFiles = files, number: int = number) -> None:
             kill_before(number)
-            begin_run(files, job="job", seed=5)
+            create_run(files, job="job", seed=5)
 
         ended = ending(begin)
         run = newest_run(files)
@@ -155,7 +155,7 @@ def test_killed_start(tmp_path: Path) -> None:
         if ended == 0:
             break
         assert ended == -signal.SIGKILL
-        assert newest_run(files) != begin_run(files, job=None, seed=6)
+        assert newest_run(files) != create_run(files, job=None, seed=6)
         assert newest_run(files).record.seed == 6
     assert number > 10
     assert begun == sorted(begun)
@@ -165,7 +165,7 @@ def test_killed_start(tmp_path: Path) -> None:
 def test_one_folder_each(files: LocalFiles) -> None:
     """Processes that start runs at the same time get different folders."""
     count = 6
-    begin = [lambda i=i: begin_run(files, job=f"job-{i}", seed=i) for i in range(count)]
+    begin = [lambda i=i: create_run(files, job=f"job-{i}", seed=i) for i in range(count)]
     assert together(begin) == [0] * count
     runs = [read_run(files, name) for name in files.names()]
     assert [run.name for run in runs] == [f"run-000{number}" for number in range(1, count + 1)]
@@ -175,7 +175,7 @@ def test_one_folder_each(files: LocalFiles) -> None:
 def test_damaged_record(root: Path, files: LocalFiles) -> None:
     """A record with a changed character is rejected, or has the same meaning; the message names the
     remedy, and a new run can be started alongside it."""
-    run = begin_run(files, job="job", seed=123)
+    run = create_run(files, job="job", seed=123)
     record = root / run.name / "RUN.json"
     text = record.read_text()
     for position, old in enumerate(text):
@@ -189,7 +189,7 @@ def test_damaged_record(root: Path, files: LocalFiles) -> None:
             pass
         with pytest.raises(CorruptCheckpointError, match="resume=False"):
             newest_run(files)
-    second = begin_run(files, job=None, seed=1)
+    second = create_run(files, job=None, seed=1)
     assert newest_run(files) == second
     assert second.name == "run-0002"
 
@@ -198,7 +198,7 @@ def test_damaged_record(root: Path, files: LocalFiles) -> None:
 def test_no_record(root: Path, files: LocalFiles, content: bytes) -> None:
     """A record with other contents is rejected by name; the folder is not taken for an empty
     one."""
-    run = begin_run(files, job=None, seed=0)
+    run = create_run(files, job=None, seed=0)
     (root / run.name / "RUN.json").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=str(root / run.name / "RUN.json")):
         newest_run(files)
@@ -215,7 +215,7 @@ def test_missing_record(files: LocalFiles) -> None:
 @pytest.mark.parametrize(("method", "part"), [("read", "RUN.json"), ("names", "")])
 def test_unreadable(files: LocalFiles, method: str, part: str) -> None:
     """A run that cannot be read is an error; it does not count as missing."""
-    run = begin_run(files, job=None, seed=0)
+    run = create_run(files, job=None, seed=0)
     watched = WatchedFiles(files)
     watched.fail(method, part, PermissionError(errno.EACCES, "no"))
     with pytest.raises(CheckpointError, match="permissions") as raised:
@@ -232,13 +232,13 @@ def test_failed_start(files: LocalFiles, method: str, error: type[CheckpointErro
     watched = WatchedFiles(files)
     watched.fail(method, "", OSError(errno.EROFS, "read-only"))
     with pytest.raises(error, match=f"{files.where()}.*read-only"):
-        begin_run(watched, job=None, seed=0)
+        create_run(watched, job=None, seed=0)
     assert watched.fired == 1
 
 
 def test_failed_deletion(files: LocalFiles) -> None:
     """If a run cannot be deleted, the error names the folder."""
-    run = begin_run(files, job=None, seed=0)
+    run = create_run(files, job=None, seed=0)
     watched = WatchedFiles(files)
     watched.fail("delete", run.name, OSError(errno.EROFS, "read-only"))
     with pytest.raises(

@@ -35,7 +35,7 @@ from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.storage import codec
 from keras_distplug.storage.manifest import SCHEMA_VERSION, VariableSpec
 from keras_distplug.storage.memory import Memory
-from keras_distplug.storage.sealed import digest_of
+from keras_distplug.storage.sealed import compute_digest
 from keras_distplug.storage.store import CheckpointStore, Stored
 from keras_distplug.storage.stores.local import LocalFiles
 
@@ -231,7 +231,7 @@ def test_quarantine(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool
     if read_only:
         monkeypatch.setattr(files, "create", refuse)
     with pytest.warns(UserWarning, match="step-00000002 is quarantined: .*has changed") as told:
-        opened.set_aside(stored.name, raised.value)
+        opened.quarantine(stored.name, raised.value)
     assert len(told) == 1 + read_only
     assert (root / RUN / stored.name / "DAMAGED.json").exists() is not read_only
     assert holds(opened.newest("step"), state(1))
@@ -587,7 +587,7 @@ def test_other_release(root: Path) -> None:
     body = json.loads(file.read_text())
     del body["sha256"]
     body["schema_version"] = SCHEMA_VERSION + 1
-    file.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    file.write_text(json.dumps({**body, "sha256": compute_digest(body)}))
     before = contents(root)
     with no_warnings(), pytest.raises(CheckpointError, match="release") as raised:
         store(root).newest("step")

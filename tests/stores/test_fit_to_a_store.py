@@ -63,13 +63,13 @@ from keras_distplug.storage.store import CheckpointStore
 
 url, options = json.loads(sys.argv[1])
 class NoExchange:
-    def tell(self, topic, text):
+    def send(self, topic, text):
         pass
 
 saver, is_over = Saver(), threading.Event()
 threading._register_atexit(is_over.set)
 opened = files.open_files(url, options)
-name = runs.begin_run(opened, job=None, seed=0).name
+name = runs.create_run(opened, job=None, seed=0).name
 writer = Writer(opened, CheckpointStore(opened, name), Team(0, 1, NoExchange()))
 
 def save():

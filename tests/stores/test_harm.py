@@ -71,7 +71,7 @@ class Run:
         self.files: Files = open_files(place.url, place.options)
         if isinstance(self.files, RemoteFiles):
             self.files = RemoteFiles(self.files._store, place.url, place.options, timeout_s)
-        self.name = begun.name if begun else runs.begin_run(self.files, job=None, seed=0).name
+        self.name = begun.name if begun else runs.create_run(self.files, job=None, seed=0).name
         self.store = CheckpointStore(self.files, self.name)
         self.writer = Writer(self.files, self.store, Team(0, 1, NoExchange()))
 
@@ -202,7 +202,7 @@ def test_late_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damage(place: Place, harm: str, file: str) -> None:
     """Changed bytes are reported, in every store."""
     files = open_files(place.url, place.options)
-    name = runs.begin_run(files, job=None, seed=0).name
+    name = runs.create_run(files, job=None, seed=0).name
     store = CheckpointStore(files, name)
     writer = Writer(files, store, Team(0, 1, NoExchange()))
     for step in (1, 2):
@@ -221,7 +221,7 @@ def test_damage(place: Place, harm: str, file: str) -> None:
         with pytest.raises(CorruptCheckpointError, match=shard.file) as raised:
             list(stored.values())
         with pytest.warns(UserWarning, match="step-00000002 is quarantined"):
-            fresh.set_aside("step-00000002", raised.value)
+            fresh.quarantine("step-00000002", raised.value)
         assert "DAMAGED.json" in files.names(store.path("step-00000002"))
     elif harm != "gone":
         with pytest.warns(UserWarning, match=r"step-00000002 is quarantined: .*MANIFEST.json"):
@@ -238,7 +238,7 @@ def test_missing_bucket(store: str, stores: Started) -> None:
     scheme = stores[store].url.partition("://")[0]
     files = open_files(f"{scheme}://no-such-bucket/a", stores[store].options)
     with pytest.raises(SaveError, match=r"://no-such-bucket/a.*(no such bucket|does not exist)"):
-        runs.begin_run(files, job=None, seed=0)
+        runs.create_run(files, job=None, seed=0)
 
 
 OTHER_KEY = base64.b64encode(bytes(64)).decode()

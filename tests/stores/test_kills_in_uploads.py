@@ -126,7 +126,7 @@ def test_kill_in_an_upload(kept: tuple[Place, int], asked: int) -> None:
     place, size = kept
     moments = random.Random(0)
     files = open_files(place.url, place.options)
-    run = runs.begin_run(files, job=None, seed=0).name
+    run = runs.create_run(files, job=None, seed=0).name
     child = Child(place, run, size, range(1, 4))
     child.hear_out()
     sent_s, newest, in_upload = child.sent_s, newest_step(files, size), 0

@@ -20,10 +20,10 @@ from keras_distplug.storage.store import CheckpointStore
 class NoExchange:
     """The exchange of a writer without other workers."""
 
-    def tell(self, topic: str, text: str) -> None:
+    def send(self, topic: str, text: str) -> None:
         return
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def receive(self, topic: str, timeout_s: float) -> str:
         raise AssertionError(topic)
 
 

@@ -37,6 +37,6 @@ def test_several_runs(tmp_path: Path) -> None:
 def test_passwords(tmp_path: Path) -> None:
     """Storage options are not readable by other users."""
     contract = Supervised("j", 0, tmp_path / "status")
-    contract.logs_to("s3://bucket/run", "log", {"secret": "hunter2"})
+    contract.report_log_folder("s3://bucket/run", "log", {"secret": "hunter2"})
     assert contract.logs() == ("s3://bucket/run", "log", {"secret": "hunter2"})
     assert stat.S_IMODE((tmp_path / "status" / "logs").stat().st_mode) == 0o600

@@ -245,7 +245,7 @@ def test_marks(make: Make) -> None:
     others, _ = made.server.start(made.environ)
     assert {handle.pid, child} == set(guard._pids([made.mark]))
     assert {handle.pid, child, others.handle.pid} < set(
-        guard._pids([guard.mark_of(made.environ[JOB])])
+        guard._pids([guard.get_mark(made.environ[JOB])])
     )
     guard.signal_all([made.mark], signal.SIGKILL)
     assert handle.wait() == -signal.SIGKILL

@@ -30,7 +30,7 @@ time.sleep(60)
 def job() -> Iterator[str]:
     name = uuid.uuid4().hex
     yield name
-    guard.signal_all([guard.mark_of(name)], signal.SIGKILL)
+    guard.signal_all([guard.get_mark(name)], signal.SIGKILL)
 
 
 def start(job: str, *command: str) -> subprocess.Popen[bytes]:
@@ -47,20 +47,20 @@ def wander(job: str, folder: Path) -> list[int]:
 
 def test_the_mark() -> None:
     """The guard identifies processes by the variable that the contract sets."""
-    assert guard.mark_of("a") == f"{supervised.JOB}=a"
+    assert guard.get_mark("a") == f"{supervised.JOB}=a"
 
 
 def test_hidden_processes_are_found(job: str, tmp_path: Path) -> None:
     """A process belongs to its job in any session, and to no other job."""
     pids = wander(job, tmp_path)
-    assert guard.living([guard.mark_of(job)])
-    guard.signal_all([guard.mark_of(job[:-1])], signal.SIGKILL)
-    guard.signal_all([guard.mark_of("")], signal.SIGKILL)
+    assert guard.living([guard.get_mark(job)])
+    guard.signal_all([guard.get_mark(job[:-1])], signal.SIGKILL)
+    guard.signal_all([guard.get_mark("")], signal.SIGKILL)
     guard.signal_all([], signal.SIGKILL)
     assert not any(is_dead(pid) for pid in pids)
-    guard.signal_all([guard.mark_of(job)], signal.SIGKILL)
+    guard.signal_all([guard.get_mark(job)], signal.SIGKILL)
     await_until(lambda: all(is_dead(pid) for pid in pids), "all are dead")
-    assert not guard.living([guard.mark_of(job)])
+    assert not guard.living([guard.get_mark(job)])
 
 
 def test_end_without_farewell(job: str, tmp_path: Path) -> None:

@@ -671,7 +671,7 @@ from keras_distplug.cluster import pulse
 def stop():
     # Only this process gives signs of life, so no other can miss one on a busy machine.
     pulse.begin()
-    while not contract.pulse_of(name).exists():
+    while not contract.pulse_file(name).exists():
         time.sleep(0.01)
     mark(f"{name} stops")
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -34,7 +34,7 @@ def sleeper() -> Iterator[int]:
 
 
 def beat(contract: Supervised, pid: int, at: float) -> None:
-    pulse = contract.pulse_of("w")
+    pulse = contract.pulse_file("w")
     pulse.write_text(str(pid))
     os.utime(pulse, (at, at))
 

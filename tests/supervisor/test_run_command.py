@@ -611,7 +611,7 @@ from keras_distplug.cluster import pulse
 pulse.begin()
 train()
 if attempt == 0:
-    while not contract.pulse_of(name).exists():
+    while not contract.pulse_file(name).exists():
         time.sleep(0.01)
     mark("fault")
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -112,9 +112,7 @@ def cluster(
 
 def one_tells_all(of: Cluster) -> Cost:
     """One worker sends to all, as in every check if a checkpoint is due."""
-    seconds = of.all_do(
-        lambda rank: of.agreements[rank].from_chief("save", None if rank else _PLAN)
-    )
+    seconds = of.all_do(lambda rank: of.agreements[rank].broadcast("save", None if rank else _PLAN))
     return of.cost("the chief sends to all", seconds, seconds)
 
 
@@ -124,9 +122,9 @@ def all_tell_all(of: Cluster) -> Cost:
     return of.cost("all send 100 bytes to all", seconds, seconds)
 
 
-def first_complaint(of: Cluster) -> Cost:
+def first_error(of: Cluster) -> Cost:
     """All workers agree that none has an error, as after reading a checkpoint."""
-    seconds = of.all_do(lambda rank: of.agreements[rank].first_complaint("restored", None))
+    seconds = of.all_do(lambda rank: of.agreements[rank].first_error("restored", None))
     return of.cost("first error", seconds, seconds)
 
 
@@ -227,7 +225,7 @@ def _scaled() -> Iterator[None]:
 def saved(of: Cluster) -> Cost:
     """The second checkpoint of a run that keeps one: the previous one is deleted."""
     files = [of.bucket.seen_by_worker() for _ in of.roles]
-    of.all_do(lambda rank: rank or runs.begin_run(files[0], job=None, seed=0))
+    of.all_do(lambda rank: rank or runs.create_run(files[0], job=None, seed=0))
     writers = [
         Writer(
             files[rank],
@@ -241,9 +239,9 @@ def saved(of: Cluster) -> Cost:
     def save(rank: int, number: int, taken: TrainState) -> None:
         begun_s = of.clock.now_s
         each = of.agreements[rank]
-        each.from_chief("save", None if rank else _PLAN)
+        each.broadcast("save", None if rank else _PLAN)
         each.gather("own states", own_word())
-        each.to_chief("random", random_word())
+        each.gather_on_chief("random", random_word())
         trained_s.append(of.clock.now_s - begun_s)
         writers[rank].save(taken, f"attempt-{number}")
 
@@ -264,12 +262,12 @@ def restored(of: Cluster) -> Cost:
     def restore(rank: int) -> None:
         files, each = of.bucket.seen_by_worker(), of.agreements[rank]
         name = None if rank else runs.newest_name(files)
-        run = runs.read_run(files, each.from_chief("run", name))
+        run = runs.read_run(files, each.broadcast("run", name))
         store = CheckpointStore(files, run.name)
         found = Candidates(store, None, each, is_chief=rank == 0, epochs=1).newest()
         assert found is not None
         sizes.add(sum(value.nbytes for _, value in found.stored.values()))
-        each.first_complaint("restored", None)
+        each.first_error("restored", None)
 
     with _scaled():
         seconds = of.all_do(restore)
@@ -277,7 +275,7 @@ def restored(of: Cluster) -> Cost:
     return of.cost("restore of 1 GiB", seconds, seconds)
 
 
-OPERATIONS = (one_tells_all, first_complaint, all_tell_all, barrier, stop, statistics)
+OPERATIONS = (one_tells_all, first_error, all_tell_all, barrier, stop, statistics)
 
 
 def all_costs(

@@ -309,7 +309,7 @@ class Bucket:
         moved_s = size / self._costs.bytes_per_s + times * self._costs.first_byte_s
         self._clock.pause(self._free_s[of] - self._clock.now_s + moved_s)
 
-    def size_of(self, path: str, size: int) -> int:
+    def get_size(self, path: str, size: int) -> int:
         for end, bytes_ in self._also.items():
             if path.endswith(end):
                 return bytes_
@@ -331,7 +331,7 @@ class FilesOfWorker:
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         body = b"".join(parts)
-        self._bucket.ask("PUT", "write", self._bucket.size_of(path, len(body)))
+        self._bucket.ask("PUT", "write", self._bucket.get_size(path, len(body)))
         if path in self._bucket._files:
             raise FileExistsError(path)
         self._bucket._files[path] = body
@@ -344,7 +344,7 @@ class FilesOfWorker:
 
     def read(self, path: str) -> bytes:
         body = self._bucket._files[path]
-        self._bucket.ask("GET", "read", self._bucket.size_of(path, len(body)))
+        self._bucket.ask("GET", "read", self._bucket.get_size(path, len(body)))
         return body
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
@@ -352,7 +352,7 @@ class FilesOfWorker:
         count = max(0, end - offset)
         buffer[:count] = self._bucket._files[path][offset:end]
         if count >= _FEW_BYTES:
-            self._bucket.ask("GET", "read", self._bucket.size_of(path, count), 1 + self._owed)
+            self._bucket.ask("GET", "read", self._bucket.get_size(path, count), 1 + self._owed)
             self._owed = 0
         elif count:
             self._owed += 1  # combined with later ones, which makes the simulation faster
@@ -415,11 +415,11 @@ def simulation() -> Iterator[Clock]:
     clock = Clock()
     stack_bytes = threading.stack_size(_STACK_BYTES)
 
-    def in_background(act: Callable[[], object]) -> Any:
+    def run_in_background(act: Callable[[], object]) -> Any:
         return clock.start(clock.running.worker, act)
 
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(listeners, "in_background", in_background))
+        patched.enter_context(mock.patch.object(listeners, "run_in_background", run_in_background))
         patched.enter_context(mock.patch.object(listeners, "close_at_exit"))
         patched.enter_context(mock.patch.object(channel, "_questions", _Questions(clock)))
         # Sequentially, in the calling thread.

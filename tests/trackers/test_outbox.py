@@ -23,7 +23,7 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[events.Event] = []
 
-    def hear(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         self.events.append(event)
 
     def spent(self, category: Any, secs: float) -> None:

@@ -41,13 +41,13 @@ def test_metrics(tmp_path: Path) -> None:
     """Windows give speed, memory, goodput and the age of the checkpoint, and epochs their logs."""
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
-    made.hear(1000.0, events.Saved(3, 0.1))
-    made.hear(1001.0, events.Saved(4, 0.1, is_local=True))
-    made.hear(1004.0, window(45, step_s=0.1, memory_bytes=2**21, loss=0.7))
-    made.hear_goodput(45, 1004.0, {"goodput/whole_run": 0.9, "goodput/last_5_min": None})
-    made.hear(1004.5, events.EpochEnded(1, 45, {"loss": 0.7, "val_loss": 0.8, "odd": None}))
-    made.hear(1005.0, events.Window(45, 0, 1, {"other": 1.0}))  # at the end, without a step
-    made.hear(1006.0, events.Finished(45, 3))
+    made.on_event(1000.0, events.Saved(3, 0.1))
+    made.on_event(1001.0, events.Saved(4, 0.1, is_local=True))
+    made.on_event(1004.0, window(45, step_s=0.1, memory_bytes=2**21, loss=0.7))
+    made.on_goodput(45, 1004.0, {"goodput/whole_run": 0.9, "goodput/last_5_min": None})
+    made.on_event(1004.5, events.EpochEnded(1, 45, {"loss": 0.7, "val_loss": 0.8, "odd": None}))
+    made.on_event(1005.0, events.Window(45, 0, 1, {"other": 1.0}))  # at the end, without a step
+    made.on_event(1006.0, events.Finished(45, 3))
     made.close()
     point, epoch = tracker.points
     assert (epoch.step, epoch.is_epoch_end) == (45, True)
@@ -72,12 +72,12 @@ def test_incidents(tmp_path: Path) -> None:
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
     for at in (0.0, 10.0, 20.0, 61.0):
-        made.hear(at, events.UpdateLeftOut(0, what=f"NaN in `kernel` at {at}"))
-    made.hear(62.0, events.RolledBack(40, why="too many"))
-    made.hear(63.0, events.SlowReplica("compute", 1, "b", 0.2, is_over=True, what="fast again"))
-    made.hear(64.0, events.TrackerFailed("recorded", "ConnectionError"))
-    made.hear(65.0, events.SaveFailed(44, why="disk full"))
-    made.hear(66.0, events.Hung("worker-1 does not answer"))
+        made.on_event(at, events.UpdateLeftOut(0, what=f"NaN in `kernel` at {at}"))
+    made.on_event(62.0, events.RolledBack(40, why="too many"))
+    made.on_event(63.0, events.SlowReplica("compute", 1, "b", 0.2, is_over=True, what="fast again"))
+    made.on_event(64.0, events.TrackerFailed("recorded", "ConnectionError"))
+    made.on_event(65.0, events.SaveFailed(44, why="disk full"))
+    made.on_event(66.0, events.Hung("worker-1 does not answer"))
     made.close()
     assert [(each.kind, each.severity) for each in tracker.incidents] == [
         ("update_left_out", Severity.WARNING),
@@ -106,8 +106,8 @@ def test_after_a_restart(last: tuple[Event, ...], said: str, tmp_path: Path) -> 
     many steps are trained again. The age of the checkpoint counts from when it was saved."""
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
-    made.hear_earlier(before(*last), [], 200.0)
-    made.hear(202.0, window(45))
+    made.on_earlier_attempts(before(*last), [], 200.0)
+    made.on_event(202.0, window(45))
     made.close()
     [incident] = tracker.incidents
     assert incident.text == (
@@ -120,7 +120,7 @@ def test_more_epochs(tmp_path: Path) -> None:
     """A training that was finished, and goes on for more epochs, is no incident."""
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
-    made.hear_earlier(before(events.Finished(48, 3)), [], 200.0)
+    made.on_earlier_attempts(before(events.Finished(48, 3)), [], 200.0)
     made.close()
     assert tracker.incidents == []
 

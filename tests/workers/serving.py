@@ -47,7 +47,7 @@ servers = serve()
 import keras  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.backend.tensorflow.runtime.embedding_tables import wholes  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import merge_parts  # noqa: E402
 from keras_distplug.checkpoint import opening  # noqa: E402
 from keras_distplug.core.errors import DistplugError  # noqa: E402
 
@@ -445,7 +445,9 @@ def reader(
 
 
 def values(model: keras.Model) -> list[np.ndarray]:
-    return [np.asarray(each) for each in wholes([*model.variables, *model.optimizer.variables])]
+    return [
+        np.asarray(each) for each in merge_parts([*model.variables, *model.optimizer.variables])
+    ]
 
 
 def apart(these: Any, others: Any) -> float:

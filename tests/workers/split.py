@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_distplug as kd
-from keras_distplug.backend.tensorflow.runtime.embedding_tables import wholes
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import merge_parts
 
 folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
 kd.init()  # a worker or parameter server stays here
@@ -29,7 +29,7 @@ FEW = ((TOKENS % 10 < 3).sum(1) > 1).astype("float32")
 
 def values(model: keras.Model) -> dict[str, list[float]]:
     """Returns a column of the whole table, and of each of its optimizer slots."""
-    found = wholes([*model.variables, *model.optimizer.variables])
+    found = merge_parts([*model.variables, *model.optimizer.variables])
     return {
         each.path.replace("/", "_").rpartition("_")[2]: np.asarray(each)[:, 0].tolist()
         for each in found

@@ -59,8 +59,8 @@ from keras_distplug.backend.tensorflow.runtime import private_names, progress_ba
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, is_marked, mark
 from keras_distplug.backend.tensorflow.runtime.models import (
     drop_functions,
-    layers_of,
-    optimizers_of,
+    list_layers,
+    list_optimizers,
 )
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import (
@@ -201,7 +201,7 @@ def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
 
 
 def _adapt_optimizers(model: keras.Model) -> None:
-    for optimizer in optimizers_of(model).values():
+    for optimizer in list_optimizers(model).values():
         optimizers.add_gate(optimizer)
 
 
@@ -253,7 +253,7 @@ def install_dispatch() -> None:
 _before_building: list[Callable[[keras.Model], None]] = []
 
 
-def before_building(act: Callable[[keras.Model], None]) -> None:
+def call_before_building(act: Callable[[keras.Model], None]) -> None:
     """Calls `act` with every multi-worker model whose `fit` is about to create missing variables,
     such as the optimizer's, which all workers create together."""
     if act not in _before_building:
@@ -271,7 +271,7 @@ def remove_dispatch() -> None:
 def _adapt_parts(model: keras.Model) -> None:
     """Adapts the model's parts; a later `compile` or `build` may have added new ones."""
     _refuse_unsupported(model)
-    for optimizer in optimizers_of(model).values():
+    for optimizer in list_optimizers(model).values():
         optimizers.use_global_gradients(optimizer)
     if getattr(model, "_compile_loss", None) is not None:
         losses.use_global_batch(model._compile_loss)
@@ -291,7 +291,7 @@ def _refuse_unsupported(model: keras.Model) -> None:
             "step that several replicas run together. Omit jit_compile: Keras does not use XLA "
             "under a strategy by default."
         )
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ModelError(
                 f"Layer {layer.name!r} ({type(layer).__name__}) of model {model.name!r} is "
@@ -404,7 +404,7 @@ def _peeked_part(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     return None if batch is None else keras.tree.map_structure(part, batch)
 
 
-def looks_first(model: keras.Model) -> bool:
+def inspects_a_batch(model: keras.Model) -> bool:
     """True if `fit` and `evaluate` inspect a batch of `model`'s data before iterating over it."""
     return model._distribute_strategy is not None and "_maybe_symbolic_build" not in vars(model)
 

@@ -25,10 +25,10 @@ from keras_distplug.cluster.rendezvous.messages import (
     Hello,
     Stranger,
     TensorFlowWaits,
-    address_of,
     connect,
     connect_interruptibly,
-    reason_of,
+    get_address,
+    get_reason,
     receive,
     send,
 )
@@ -98,7 +98,7 @@ def report_failure(role: Role, error: str) -> None:
 def _connect_until(role: Role, end_s: float) -> socket.socket:
     while True:
         try:
-            return connect(address_of(role, 0))
+            return connect(get_address(role, 0))
         except OSError:
             if time.monotonic() > end_s:
                 raise
@@ -122,5 +122,5 @@ def await_servers(role: Role) -> None:
                     connect_interruptibly(address).close()
                     break
                 except OSError as error:
-                    waiting.on(f"{task}-{index} ({address})", reason_of(error))
+                    waiting.on(f"{task}-{index} ({address})", get_reason(error))
                 time.sleep(PAUSE_SECS)

@@ -19,14 +19,14 @@ from keras_distplug.cluster.rendezvous.messages import (
     UNRESOLVED,
     Hello,
     TensorFlowWaits,
-    address_of,
     ask,
-    hello_in,
-    in_background,
+    decode_hello,
+    get_address,
+    get_name,
+    get_reason,
     keep_alive,
     lost,
-    name_of,
-    reason_of,
+    run_in_background,
     send,
 )
 from keras_distplug.cluster.rendezvous.waiting import Waiting, farewell_secs
@@ -77,7 +77,7 @@ class Chief:
                 raise PeerLostError(refusal)
         if missing:
             here = self._role.world_size - len(missing)
-            names = [name_of(self._role, rank) for rank in missing]
+            names = [get_name(self._role, rank) for rank in missing]
             self._waiting.on(_listed(names), f"{here} of {self._role.world_size} have started")
         return not self._has_rivals(ranks, now) and not missing
 
@@ -92,7 +92,7 @@ class Chief:
                     "Expected every process to have its own index. Check 'task' in TF_CONFIG, and "
                     "whether a process of an earlier start is still running."
                 )
-            self._waiting.on(name_of(self._role, rank), "two processes claim this index")
+            self._waiting.on(get_name(self._role, rank), "two processes claim this index")
             return True
         return False
 
@@ -152,7 +152,7 @@ class Chief:
             raise TensorFlowWaits
         line, newline, _ = data.partition(b"\n")
         if newline and connection not in self._hellos:
-            if (hello := hello_in(line)) is not None:
+            if (hello := decode_hello(line)) is not None:
                 self._receive(connection, hello)
                 return
             received = b""
@@ -202,7 +202,7 @@ class Chief:
     def _require_own_address(self) -> None:
         """Checks in the background, every few seconds, that no other process answers there."""
         if self._own is None:
-            self._own = in_background(lambda: ask(address_of(self._role, 0)))
+            self._own = run_in_background(lambda: ask(get_address(self._role, 0)))
             self._own_at = time.monotonic()
         if not self._own.done():
             return
@@ -246,9 +246,9 @@ class Chief:
     def _reach(self, hello: Hello) -> str:
         """Returns why its address does not lead to it; an empty string if it does."""
         try:
-            found = ask(address_of(self._role, hello.rank))
+            found = ask(get_address(self._role, hello.rank))
         except OSError as error:
-            return reason_of(error)
+            return get_reason(error)
         if found is None:
             return "another program answers"
         return "" if found.token == hello.token else f"{found.where} answers as {found.name}"

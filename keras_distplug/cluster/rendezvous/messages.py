@@ -56,7 +56,7 @@ class Hello:
     def of(cls, role: Role, versions: Mapping[str, str], error: str = "") -> Hello:
         return cls(
             role.rank,
-            name_of(role, role.rank),
+            get_name(role, role.rank),
             f"process {os.getpid()} on {socket.gethostname()}",
             uuid.uuid4().hex,
             {task: list(addresses) for task, addresses in role.cluster.items()},
@@ -89,7 +89,7 @@ def ask(address: str) -> Hello | None:
             said = next(receive(connection, time.monotonic() + CONNECT_SECS), None)
         except (TensorFlowWaits, Stranger):
             return None
-        return None if said is None else as_hello(said)
+        return None if said is None else encode_hello(said)
 
 
 def connect(address: str) -> socket.socket:
@@ -104,10 +104,10 @@ def connect(address: str) -> socket.socket:
 
 def connect_interruptibly(address: str) -> socket.socket:
     """Connects; signals are handled even during a name lookup."""
-    return in_background(functools.partial(connect, address)).result()
+    return run_in_background(functools.partial(connect, address)).result()
 
 
-def in_background(act: Callable[[], T]) -> Future[T]:
+def run_in_background(act: Callable[[], T]) -> Future[T]:
     """Runs `act` in a thread that does not delay the exit of the process."""
     future: Future[T] = Future()
 
@@ -165,12 +165,12 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return message
 
 
-def hello_in(line: bytes) -> Hello | None:
+def decode_hello(line: bytes) -> Hello | None:
     message = _parsed(line)
-    return None if message is None else as_hello(message)
+    return None if message is None else encode_hello(message)
 
 
-def as_hello(message: Mapping[str, Any]) -> Hello | None:
+def encode_hello(message: Mapping[str, Any]) -> Hello | None:
     try:
         hello = Hello(**message)
     except TypeError:  # from another version, or not a hello
@@ -189,15 +189,15 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def address_of(role: Role, rank: int) -> str:
+def get_address(role: Role, rank: int) -> str:
     return (*role.cluster.get("chief", ()), *role.cluster.get("worker", ()))[rank]
 
 
-def name_of(role: Role, rank: int) -> str:
-    return f"{role.workers[rank]} ({'the chief, ' * (rank == 0)}{address_of(role, rank)})"
+def get_name(role: Role, rank: int) -> str:
+    return f"{role.workers[rank]} ({'the chief, ' * (rank == 0)}{get_address(role, rank)})"
 
 
-def reason_of(error: OSError) -> str:
+def get_reason(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return UNRESOLVED
     if isinstance(error, TimeoutError):

@@ -14,12 +14,12 @@ from keras_distplug.cluster.rendezvous.messages import (
     PAUSE_SECS,
     Hello,
     Stranger,
-    address_of,
-    as_hello,
     connect_interruptibly,
+    encode_hello,
+    get_address,
+    get_name,
+    get_reason,
     lost,
-    name_of,
-    reason_of,
     receive,
     send,
 )
@@ -32,7 +32,7 @@ _STRANGER_SECS = 20.0  # for another program at the chief's address
 
 def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) -> None:
     """Waits, connected to the chief, until all workers have started."""
-    chief = name_of(role, 0)
+    chief = get_name(role, 0)
     stranger_since = None
     with _answering(listener, hello):
         while True:
@@ -41,7 +41,7 @@ def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) 
                     return
                 why = "it closed the connection"
             except OSError as error:
-                why, stranger_since = reason_of(error), None
+                why, stranger_since = get_reason(error), None
             except Stranger as error:
                 why = str(error)
                 stranger_since = stranger_since or error.since
@@ -60,25 +60,25 @@ def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) 
 def _is_started(role: Role, hello: Hello, waiting: Waiting) -> bool:
     """Waits for the chief's answer on one connection; False once it is closed."""
     since, is_greeted = time.monotonic(), False
-    with contextlib.closing(connect_interruptibly(address_of(role, 0))) as connection:
+    with contextlib.closing(connect_interruptibly(get_address(role, 0))) as connection:
         send(connection, asdict(hello))
         for message in receive(connection):
             if message is None and is_greeted:
-                waiting.on("the others", f"{name_of(role, 0)} has started")
+                waiting.on("the others", f"{get_name(role, 0)} has started")
             elif message is None:
                 if time.monotonic() - since > _STRANGER_SECS:
                     raise Stranger("the program that listens there does not answer", since)
             elif "start" in message:
                 return True
             elif "failed" in message:
-                raise lost(role, as_hello(message["failed"]))
+                raise lost(role, encode_hello(message["failed"]))
             elif "refused" in message:
                 raise ClusterError(message["refused"])
             elif "late" in message:
                 raise PeerLostError(message["late"])
             else:
                 is_greeted = True
-                other = as_hello(message)
+                other = encode_hello(message)
                 if other is not None and other.rank != 0:
                     raise Stranger(f"{other.name} answers there ({other.where})")
     return False

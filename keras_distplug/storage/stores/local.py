@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.operating_system import flags
-from keras_distplug.core.threads import in_daemon
+from keras_distplug.core.threads import run_in_daemon
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, LinkError, NoFileError, Traits, local_path
 
@@ -236,7 +236,7 @@ def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
 
 def _flush_in_thread(descriptor: int) -> Future[None]:
     try:
-        return in_daemon(lambda: os.fsync(descriptor), _FLUSH_THREAD)
+        return run_in_daemon(lambda: os.fsync(descriptor), _FLUSH_THREAD)
     except RuntimeError:  # no threads can start at exit: the final flush does everything
         flushed: Future[None] = Future()
         flushed.set_result(None)

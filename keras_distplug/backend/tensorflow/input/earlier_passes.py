@@ -38,7 +38,7 @@ def watch() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def of_shuffles(dataset: Any) -> list[tuple[int, int]]:
+def count_shuffle_iterators(dataset: Any) -> list[tuple[int, int]]:
     """Returns, for every shuffle in `dataset` from its end on, the numbers of iterators that were
     created and of those that were read."""
     return [_counts.get(each, (0, 0)) for each in _chain(dataset) if _is_shuffle(each)]
@@ -55,11 +55,11 @@ def paused() -> Iterator[None]:
 
 
 def restore(dataset: Any, counts: Sequence[tuple[int, int]], *, or_more: bool = False) -> None:
-    """Restores a result of `of_shuffles` from another process.
+    """Restores a result of `count_shuffle_iterators` from another process.
 
     Args:
         dataset: The dataset.
-        counts: The result of `of_shuffles`.
+        counts: The result of `count_shuffle_iterators`.
         or_more: True to keep higher counts. Defaults to `False`.
     """
     shuffles = filter(_is_shuffle, _chain(dataset))
@@ -82,7 +82,7 @@ def add(dataset: Any, made: int, read: int, *, least: tuple[int, int] = (0, 0)) 
         _counts[each] = (next(before) + made, next(before) + read)
 
 
-def made_from(dataset: Any) -> Iterator[Any]:
+def walk_upstream(dataset: Any) -> Iterator[Any]:
     """Yields `dataset` and all datasets that it was transformed from. It does not recurse, because
     chains can be long."""
     left = [dataset]
@@ -94,7 +94,7 @@ def made_from(dataset: Any) -> Iterator[Any]:
 
 def _chain(dataset: Any) -> Iterator[Any]:
     # Runs whenever a script iterates a dataset.
-    return itertools.islice(made_from(dataset), _MOST_DATASETS)
+    return itertools.islice(walk_upstream(dataset), _MOST_DATASETS)
 
 
 def _is_shuffle(dataset: Any) -> bool:

@@ -25,7 +25,7 @@ from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
-def of_fit() -> Loop | None:
+def get_loop() -> Loop | None:
     """Returns the loop of the innermost calling `fit`; None if Keras' `fit` is not a caller."""
     for frame in frames.callers(sys._getframe(1)):
         if frame.f_code.co_name == "fit":
@@ -37,7 +37,7 @@ def of_fit() -> Loop | None:
 
 def is_of_fit(iterator: Any) -> bool:
     """True if the innermost calling `fit` reads its training data from `iterator`."""
-    loop = of_fit()
+    loop = get_loop()
     return loop is not None and loop.is_over(iterator)
 
 
@@ -50,26 +50,26 @@ def arguments_of_fit(names: Iterable[str]) -> dict[str, Any]:
     return {}
 
 
-def before_reading(model: keras.Model, act: Callable[[Loop], object]) -> None:
+def call_before_reading(model: keras.Model, act: Callable[[Loop], object]) -> None:
     """Calls `act` with the loop of every `fit` of `model`, before `fit` inspects the data."""
     stock = model._maybe_symbolic_build
 
     def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
-        if iterator is not None and (loop := of_fit()) is not None:
+        if iterator is not None and (loop := get_loop()) is not None:
             act(loop)
         stock(iterator=iterator, data_batch=data_batch)
 
     _UPSTREAM.patch(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
-def of_validation(model: keras.Model) -> Loop | None:
+def find_validation_loop(model: keras.Model) -> Loop | None:
     """Returns the loop over a `fit`'s validation data, which is created once; None if it does not
     exist."""
     found = getattr(model, "_eval_epoch_iterator", None)
     return None if found is None else Loop(found)
 
 
-def before_validation(model: keras.Model, act: Callable[[], None]) -> None:
+def call_before_validation(model: keras.Model, act: Callable[[], None]) -> None:
     """Calls `act` once, before `fit` creates its iterator over the validation data. Keras reads
     some of the data for this, without calling a callback first."""
     stock = model._should_eval
@@ -205,14 +205,14 @@ class Loop:
         return self._epochs.steps_per_epoch is not None
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """True if the next epoch continues with the current epoch's iterator."""
         return self.keeps_iterator and self._epochs._current_iterator is not None
 
     @property
     def counted(self) -> dict[str, Any]:
         """Keras' count of batches read from the current iterator, and the data's known length."""
-        seen = self._epochs._steps_seen if self.goes_on else 0
+        seen = self._epochs._steps_seen if self.continues else 0
         return {"seen": seen, "num_batches": self._epochs._num_batches}
 
     def count(self, counted: Mapping[str, Any]) -> None:
@@ -220,7 +220,7 @@ class Loop:
         self._epochs._num_batches = counted["num_batches"]
         self._epochs._steps_seen = counted["seen"]
 
-    def go_on(self) -> None:
+    def prepare_next_epoch(self) -> None:
         """Creates the iterator that the next epoch continues with, unless Keras does so."""
         if self.keeps_iterator:
             self._epochs._current_iterator = iter(self.dataset)

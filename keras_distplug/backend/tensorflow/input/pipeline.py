@@ -27,7 +27,7 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.framework import config
 
-from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
+from keras_distplug.backend.tensorflow.input.earlier_passes import walk_upstream
 from keras_distplug.backend.tensorflow.input.pipeline_constants import find_constants
 from keras_distplug.backend.tensorflow.input.pipeline_steps import (
     RESHUFFLING,
@@ -208,7 +208,7 @@ class Pipeline:
                 waiting += self.step(node).inputs
         return frozenset(found)
 
-    def remaker(
+    def make_rebuilder(
         self, nodes: Sequence[str], fixed: frozenset[str]
     ) -> Callable[[Sequence[tuple[int, int]], int, int], tf.data.Dataset]:
         """Returns a function that rebuilds the dataset from seeds and from the numbers of batches
@@ -223,7 +223,9 @@ class Pipeline:
         made = {}
         cut, shared = self._cut(), _merged(self._resources)
 
-        def remade(seeds: Sequence[tuple[int, int]], batches: int, samples: int) -> tf.data.Dataset:
+        def rebuilt_dataset(
+            seeds: Sequence[tuple[int, int]], batches: int, samples: int
+        ) -> tf.data.Dataset:
             elements = cut.count_elements(batches, samples)
             leaves_out = elements > 0
             if leaves_out not in made:
@@ -231,7 +233,7 @@ class Pipeline:
             values = np.asarray(seeds, "int64").reshape(len(nodes), 2)
             return made[leaves_out](tf.constant(values), tf.constant(elements, tf.int64))
 
-        return remade
+        return rebuilt_dataset
 
     def reseeded(self, nodes: Sequence[str], seeds: tf.Tensor) -> tf.data.Dataset:
         """Returns the dataset with other seeds, in a function that may run in another process.
@@ -256,18 +258,18 @@ class Pipeline:
         _remove_unread(graph, self._output, shared)
         output = self._output if cut is None else _insert_skip(graph, cut)
         by_name = {node.name: node for node in graph.node}
-        seeds_of: dict[str, tuple[str, str]] = {}
+        seed_inputs: dict[str, tuple[str, str]] = {}
         fresh: list[str] = []
         for name in nodes:
             node = by_name[name]
             inputs = get_inputs(node)
-            seeds_of[name] = (inputs["seed"], inputs["seed2"])
+            seed_inputs[name] = (inputs["seed"], inputs["seed2"])
             if "seed_generator" in inputs:
                 fresh.append(inputs["seed_generator"])
             if name in fixed:
                 node.attr[RESHUFFLING[node.op]].b = False
         held = {name: value for name, value in self._held.items() if name in by_name}
-        given = {each for pair in seeds_of.values() for each in pair} | set(fresh) | set(held)
+        given = {each for pair in seed_inputs.values() for each in pair} | set(fresh) | set(held)
         for node in list(graph.node):
             if node.name in given:
                 graph.node.remove(node)
@@ -277,7 +279,7 @@ class Pipeline:
             inputs |= {name: tf.identity(value) for name, value in held.items()}
             inputs |= {name: tf.identity(value) for name, value in shared.items()}
             for row, name in enumerate(nodes):
-                inputs |= {each: seeds[row, at] for at, each in enumerate(seeds_of[name])}
+                inputs |= {each: seeds[row, at] for at, each in enumerate(seed_inputs[name])}
             inputs |= {name: tf.raw_ops.DummySeedGenerator() for name in fresh}
             [variant] = tf.graph_util.import_graph_def(
                 graph, input_map=inputs, return_elements=[f"{output}:0"], name=""
@@ -289,12 +291,12 @@ class Pipeline:
             function = tf.compat.v1.wrap_function(build, specs)
         dataset = self._dataset  # keeps resources alive that the graph only refers to
 
-        def remade(seeds: tf.Tensor, elements: tf.Tensor) -> tf.data.Dataset:
+        def rebuilt_dataset(seeds: tf.Tensor, elements: tf.Tensor) -> tf.data.Dataset:
             variant = function(seeds, elements)
             made = dataset_ops._VariantDataset(variant, dataset.element_spec)
             return made.with_options(dataset.options())
 
-        return remade
+        return rebuilt_dataset
 
     def _cut(self) -> _Cut:
         above: list[Step] = []
@@ -318,7 +320,7 @@ class Pipeline:
 def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
     """Removes the values of large constants from `graph` and returns them. If possible, these are
     the tensors that `dataset` was created from, so that they are in memory only once."""
-    given = itertools.chain.from_iterable(map(_get_tensors, made_from(dataset)))
+    given = itertools.chain.from_iterable(map(_get_tensors, walk_upstream(dataset)))
     candidates = [each for each in given if _count_bytes(each) > _LARGE_BYTES]
     found: dict[str, tf.Tensor] = {}
     for node in graph.node:
@@ -379,7 +381,7 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
 
 def _read(dataset: tf.data.Dataset) -> Pipeline:
     held = sum(
-        map(_count_bytes, itertools.chain.from_iterable(map(_get_tensors, made_from(dataset))))
+        map(_count_bytes, itertools.chain.from_iterable(map(_get_tensors, walk_upstream(dataset))))
     )
     if held > _MOST_BYTES:
         raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")
@@ -419,7 +421,7 @@ def _get_functions(dataset: tf.data.Dataset) -> dict[str, Any]:
     """Returns the functions of the transformations in `dataset`, by their names in its graph."""
     return {
         each.function.name.decode(): each
-        for part in made_from(dataset)
+        for part in walk_upstream(dataset)
         for each in part._functions()
     }
 

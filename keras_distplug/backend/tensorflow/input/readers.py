@@ -42,7 +42,7 @@ class LateDistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[
     def note_looked(self) -> None:
         """Called if `fit` or `evaluate` would have inspected a batch before iterating."""
 
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+    def build_for_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         """Returns the dataset that a worker reads under ParameterServerStrategy. It is created on
         the worker, by a function that is traced in this process.
 
@@ -139,7 +139,9 @@ def peeked_batch(adapter: DataAdapter) -> Any:
     return adapter._first_batches[0] if isinstance(adapter, GeneratorDataAdapter) else None
 
 
-def without_first(dataset: tf.data.Dataset, adapter: DataAdapter, batches: int) -> tf.data.Dataset:
+def skip_first_batches(
+    dataset: tf.data.Dataset, adapter: DataAdapter, batches: int
+) -> tf.data.Dataset:
     """Returns `dataset`, created by `adapter`, without its first `batches` batches. Those of a
     Python generator are produced, but not converted."""
     if not isinstance(adapter, GeneratorDataAdapter):

@@ -22,10 +22,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, part_name, wholes
-from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, merge_parts, part_name
+from keras_distplug.backend.tensorflow.runtime.models import list_layers, list_optimizers
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream, override
-from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, resolver_of
+from keras_distplug.backend.tensorflow.runtime.workers import get_resolver, is_scheduled
 from keras_distplug.core.errors import ModelError
 from keras_distplug.core.log import announce
 
@@ -65,7 +65,7 @@ def require_split(model: keras.Model, min_shard_bytes: int | None) -> None:
     Raises:
         ModelError: If `model` has such a table.
     """
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         strategy = model.distribute_strategy
         if not _is_split(layer) and _count_parts(layer, strategy, min_shard_bytes) > 1:
             raise ModelError(
@@ -80,7 +80,7 @@ def adapt(model: keras.Model) -> None:
     """Makes the layers of `model` look up rows on their servers, and makes methods that read or set
     the values of the model and its optimizers use whole tables. Call it again for newly built
     layers."""
-    layers = layers_of(model)
+    layers = list_layers(model)
     for layer in layers:
         if type(layer) is keras.layers.Embedding and layer.built and "call" not in vars(layer):
             _UPSTREAM.patch(layer, "call", _make_lookup(layer, [layer._embeddings]))
@@ -88,7 +88,7 @@ def adapt(model: keras.Model) -> None:
         return
     for each in (model, *layers):
         _see_wholes(each)
-    for optimizer in optimizers_of(model).values():
+    for optimizer in list_optimizers(model).values():
         if "save_own_variables" not in vars(optimizer):
             _UPSTREAM.patch(optimizer, "save_own_variables", _saving(_variable_getter(optimizer)))
             _UPSTREAM.patch(optimizer, "load_own_variables", _loading(optimizer))
@@ -102,7 +102,7 @@ def refuse_unsupported(model: keras.Model, refuse: Callable[[str, str, str], Non
             "Keras cannot train the variables that the partitioner creates",
             "Remove it, and pass min_shard_bytes to `distributed_fit`.",
         )
-    tables = [layer for layer in layers_of(model) if _is_split(layer)]
+    tables = [layer for layer in list_layers(model) if _is_split(layer)]
     for layer in tables:
         if layer.lora_rank or layer.quantization_mode is not None:
             refuse(
@@ -117,7 +117,7 @@ def refuse_unsupported(model: keras.Model, refuse: Callable[[str, str, str], Non
                 "it would be applied to every part of a table separately",
                 "Use L1, L2 or L1L2, or omit min_shard_bytes.",
             )
-    for optimizer in optimizers_of(model).values() if tables else ():
+    for optimizer in list_optimizers(model).values() if tables else ():
         why = "every part of a table would be treated as a separate variable"
         if optimizer.clipnorm:
             remedy = "Use global_clipnorm, or omit min_shard_bytes."
@@ -130,7 +130,7 @@ def _count_parts(layer: Any, strategy: tf.distribute.Strategy, min_shard_bytes: 
     # A subclass may use the table in any way.
     if not (type(layer) is keras.layers.Embedding and min_shard_bytes and is_scheduled(strategy)):
         return 1
-    servers = len(resolver_of(strategy).cluster_spec().as_dict()["ps"])
+    servers = len(get_resolver(strategy).cluster_spec().as_dict()["ps"])
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(
         min_shard_bytes, servers
     )
@@ -174,7 +174,7 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
         )
         begin += size
     initial.cache_clear()
-    [table] = wholes(parts)
+    [table] = merge_parts(parts)
     override(layer, _TABLE, table)
     _UPSTREAM.patch(layer, "call", _make_lookup(layer, parts))
     _UPSTREAM.patch(layer, "save_own_variables", _saving(lambda: [table]))
@@ -208,7 +208,7 @@ def _make_lookup(
 
 def _see_wholes(owner: keras.Layer) -> None:
     def set_weights(weights: Any) -> None:
-        variables = wholes(owner.weights)
+        variables = merge_parts(owner.weights)
         if len(weights) != len(variables):
             raise ValueError(
                 f"Expected {len(variables)} weights of {owner.name!r}. Received: {len(weights)}"
@@ -216,12 +216,14 @@ def _see_wholes(owner: keras.Layer) -> None:
         for variable, value in zip(variables, weights, strict=True):
             variable.assign(value)
 
-    _UPSTREAM.patch(owner, "get_weights", lambda: [each.numpy() for each in wholes(owner.weights)])
+    _UPSTREAM.patch(
+        owner, "get_weights", lambda: [each.numpy() for each in merge_parts(owner.weights)]
+    )
     _UPSTREAM.patch(owner, "set_weights", set_weights)
 
 
 def _variable_getter(optimizer: keras.optimizers.Optimizer) -> Callable[[], list[Any]]:
-    return lambda: wholes(optimizer.variables)
+    return lambda: merge_parts(optimizer.variables)
 
 
 def _saving(variables: Callable[[], list[Any]]) -> Callable[[Any], None]:
@@ -236,7 +238,7 @@ def _loading(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
     stock = optimizer.load_own_variables
 
     def load_own_variables(store: Any) -> None:
-        variables = wholes(optimizer.variables)
+        variables = merge_parts(optimizer.variables)
         if len(store.keys()) != len(variables):
             stock(store)  # warns
             return

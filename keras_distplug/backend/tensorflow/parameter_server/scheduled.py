@@ -30,12 +30,16 @@ from keras_distplug.backend.tensorflow.replicas import gates, optimizers, touche
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.models import (
     all_variables,
-    inner_of,
-    layers_of,
-    optimizers_of,
+    get_inner_optimizer,
+    list_layers,
+    list_optimizers,
 )
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
-from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, of_chief, resolver_of
+from keras_distplug.backend.tensorflow.runtime.workers import (
+    get_resolver,
+    is_scheduled,
+    make_chief_strategy,
+)
 from keras_distplug.core.errors import DataError, ModelError
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
@@ -56,7 +60,7 @@ def adapt(model: keras.Model) -> None:
         _UPSTREAM.patch(model, name, _on_chief(model, schedule, getattr(model, name)))
 
 
-def schedule_of(model: keras.Model) -> Schedule:
+def get_schedule(model: keras.Model) -> Schedule:
     """Returns the schedule of an adapted model."""
     schedule = attached(model, Schedule)
     assert schedule is not None, "the model is not adapted"
@@ -85,13 +89,13 @@ class Schedule:
         self._model = model
         self._strategy = model.distribute_strategy
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
-        self._workers = len(resolver_of(self._strategy).cluster_spec().as_dict()["worker"])
+        self._workers = len(get_resolver(self._strategy).cluster_spec().as_dict()["worker"])
         self._data: LateDistributedDataset | None = None
         self._skipped: shared_state.SkippedSteps | None = None
         self._skips_non_finite = False  # for the next `fit`
         with self._strategy.scope():
             # The number of times that every worker has started reading, including restarts.
-            self._starts = touched.leave_out(
+            self._starts = touched.exclude_variable(
                 tf.Variable(tf.zeros([self._workers], tf.int64), trainable=False)
             )
 
@@ -102,7 +106,7 @@ class Schedule:
             data = getattr(iterator, "_distributed_dataset", None)
             is_for_chief = vars(self._model)["_distribute_strategy"] is None  # in `evaluate`
             if is_for_chief:
-                pass_strategy(iterator, of_chief())
+                pass_strategy(iterator, make_chief_strategy())
                 spec = iterator.data_adapter.get_tf_dataset().element_spec
             elif isinstance(data, LateDistributedDataset):
                 data.use(self._strategy)
@@ -138,7 +142,7 @@ class Schedule:
             )
         skipped = self._skipped if self._skips_non_finite else None
         self._skips_non_finite = False
-        for optimizer in optimizers_of(model).values():
+        for optimizer in list_optimizers(model).values():
             gates.set_gate(optimizer, skipped)
         step = self._make_step(model.steps_per_execution, skipped)
         iterators: list[Any] = []
@@ -173,7 +177,7 @@ class Schedule:
         model, strategy = self._model, self._strategy
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def of_worker(batch: Any, numbers: tuple[tf.Tensor, tf.Tensor]) -> None:
+        def build_for_worker(batch: Any, numbers: tuple[tf.Tensor, tf.Tensor]) -> None:
             # TensorFlow prunes this from a step that draws no random numbers.
             seed = tf.random.experimental.stateless_fold_in(*numbers)
             number = tf.random.stateless_uniform([], seed, 0, 2**62, tf.int64)
@@ -183,10 +187,10 @@ class Schedule:
         @tf.function  # type: ignore[untyped-decorator]
         def step(iterator: Any) -> None:
             if steps == 1:
-                strategy.run(of_worker, args=next(iterator))
+                strategy.run(build_for_worker, args=next(iterator))
             else:
                 for _ in tf.range(steps):
-                    strategy.run(of_worker, args=next(iterator))
+                    strategy.run(build_for_worker, args=next(iterator))
 
         return step
 
@@ -208,7 +212,7 @@ class Schedule:
         shared_state.initialize_averages(self._model)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def of_worker() -> tf.data.Dataset:
+        def build_for_worker() -> tf.data.Dataset:
             worker = tf.cast(
                 tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
             )
@@ -216,32 +220,32 @@ class Schedule:
             times = tf.gather(starts.scatter_add(one), worker)
             seed = tf.stack([tf.constant(trained, tf.int64), worker])
             seed = tf.random.experimental.stateless_fold_in(seed, times)
-            batches = data.of_worker(worker, workers, seed).repeat()
+            batches = data.build_for_worker(worker, workers, seed).repeat()
             numbers = tf.data.Dataset.zip(
                 tf.data.Dataset.from_tensors(seed).repeat(), tf.data.Dataset.counter()
             )
             return tf.data.Dataset.zip(batches, numbers)
 
-        return iter(self._coordinator.create_per_worker_dataset(of_worker))
+        return iter(self._coordinator.create_per_worker_dataset(build_for_worker))
 
     # Skipped steps
 
-    def leave_out_non_finite(self) -> None:
+    def skip_non_finite(self) -> None:
         """Makes steps with non-finite gradients or loss change nothing except their count."""
         if self._skipped is None:
             with self._strategy.scope():
                 self._skipped = shared_state.SkippedSteps()
         self._skips_non_finite = True
         self._skipped.reset()
-        for optimizer in optimizers_of(self._model).values():
+        for optimizer in list_optimizers(self._model).values():
             optimizers.add_gate(optimizer)
         shared_state.record_losses(self._model)
 
-    def forget_left_out(self) -> None:
+    def reset_skipped(self) -> None:
         if self._skipped is not None:
             self._skipped.reset()
 
-    def left_out(self) -> tuple[int, int]:
+    def count_skipped(self) -> tuple[int, int]:
         """Returns the number of skipped steps in this `fit`, and the current consecutive number."""
         return (0, 0) if self._skipped is None else self._skipped.counts()
 
@@ -302,8 +306,8 @@ def _refuse_unsupported(model: keras.Model) -> None:
         refuse("has run_eagerly=True", "workers can only run TensorFlow functions", "Remove it.")
     if getattr(model, "jit_compile", False):
         refuse("has jit_compile=True", "the variables of a step are remote", "Remove jit_compile.")
-    for optimizer in optimizers_of(model).values():
-        inner = inner_of(optimizer)
+    for optimizer in list_optimizers(model).values():
+        inner = get_inner_optimizer(optimizer)
         if inner is not optimizer:
             refuse(
                 "has a LossScaleOptimizer",
@@ -322,7 +326,7 @@ def _refuse_unsupported(model: keras.Model) -> None:
                 "concurrent updates of the weights would be lost",
                 "Remove ema_overwrite_frequency: the weights get the averages when `fit` ends.",
             )
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             refuse(
                 f"has the stateful layer {layer.name!r}",

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas import gates, replica_state, touched
 from keras_distplug.backend.tensorflow.runtime.attached import mark
-from keras_distplug.backend.tensorflow.runtime.models import optimizers_of, seed_generators_of
+from keras_distplug.backend.tensorflow.runtime.models import list_optimizers, list_seed_generators
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
@@ -42,7 +42,7 @@ def share(model: keras.Model) -> None:
     for variable, _ in _held(model):
         if mark(variable):
             _UPSTREAM.patch(variable, "_direct_assign", _assign_in_step(variable))
-    for optimizer in optimizers_of(model).values():
+    for optimizer in list_optimizers(model).values():
         if mark(optimizer.iterations):
             _UPSTREAM.patch(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
     replica_state.separate_streams(model, _number_of_step)
@@ -53,7 +53,7 @@ def initialize_averages(model: keras.Model) -> None:
 
     Keras' optimizers do so in their first step, which several workers may run concurrently.
     """
-    for optimizer in optimizers_of(model).values():
+    for optimizer in list_optimizers(model).values():
         averages = getattr(optimizer, "_model_variables_moving_average", None) or ()
         if averages and not int(optimizer.iterations.numpy()):
             for average, weight in zip(averages, optimizer._trainable_variables, strict=True):
@@ -118,7 +118,9 @@ class SkippedSteps(gates.Gate):
 
     def __init__(self) -> None:
         # Total and consecutive number of skipped steps.
-        self._counts = touched.leave_out(tf.Variable(tf.zeros([2], tf.int64), trainable=False))
+        self._counts = touched.exclude_variable(
+            tf.Variable(tf.zeros([2], tf.int64), trainable=False)
+        )
 
     def reset(self) -> None:
         self._counts.assign([0, 0])
@@ -186,14 +188,14 @@ _current = _Current()
 
 def _held(model: keras.Model) -> list[tuple[keras.Variable, _Kind]]:
     """Returns the variables of which a step uses private values."""
-    seeds = {id(generator.state) for generator in seed_generators_of(model)}
+    seeds = {id(generator.state) for generator in list_seed_generators(model)}
     metrics = {id(variable) for variable in model.metrics_variables}
     found = {id(v): (v, _Kind.SUM) for v in model.metrics_variables}
     for variable in model.non_trainable_variables:
         if id(variable) not in metrics:
             kind = _Kind.SEED if id(variable) in seeds else _Kind.STATISTIC
             found[id(variable)] = (variable, kind)
-    for optimizer in optimizers_of(model).values():
+    for optimizer in list_optimizers(model).values():
         for variable in getattr(optimizer, "_model_variables_moving_average", None) or ():
             found[id(variable)] = (variable, _Kind.STATISTIC)
     return list(found.values())

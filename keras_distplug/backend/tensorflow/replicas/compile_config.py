@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_distplug.backend.tensorflow.runtime.models import compile_arguments, layers_of
+from keras_distplug.backend.tensorflow.runtime.models import compile_arguments, list_layers
 
 Config = Mapping[str, Any]
 Frozen = Mapping[str, Sequence[int]]
@@ -21,7 +21,7 @@ Frozen = Mapping[str, Sequence[int]]
 
 def frozen(model: keras.Model) -> dict[str, list[int]]:
     """Returns the positions of the layers and weights that are not trained."""
-    layers = (model, *layers_of(model))
+    layers = (model, *list_layers(model))
     return {
         "layers": [place for place, layer in enumerate(layers) if not layer._trainable],
         "weights": [place for place, each in enumerate(model.weights) if not each.trainable],
@@ -30,7 +30,7 @@ def frozen(model: keras.Model) -> dict[str, list[int]]:
 
 def freeze(model: keras.Model, places: Frozen) -> None:
     """Freezes and unfreezes layers and weights so that `frozen(model)` equals `places`."""
-    for place, layer in enumerate((model, *layers_of(model))):  # a layer precedes its sublayers
+    for place, layer in enumerate((model, *list_layers(model))):  # a layer precedes its sublayers
         is_trained = place not in places["layers"]
         if layer._trainable != is_trained:
             layer.trainable = is_trained

@@ -21,7 +21,7 @@ from keras_distplug.backend.tensorflow.replicas import masked
 from keras_distplug.backend.tensorflow.replicas.share import current as current_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.current import Current
-from keras_distplug.backend.tensorflow.runtime.models import inner_of
+from keras_distplug.backend.tensorflow.runtime.models import get_inner_optimizer
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 
@@ -105,7 +105,9 @@ def apply(
     if variables is not None:
         variables = list(variables)
         _build(optimizer, variables)
-    trained = inner_of(optimizer)._trainable_variables if variables is None else variables
+    trained = (
+        get_inner_optimizer(optimizer)._trainable_variables if variables is None else variables
+    )
     summed = gate.received(optimizer, summed)
     opens = gate.opens(optimizer, own, summed, trained)
     if opens is None:

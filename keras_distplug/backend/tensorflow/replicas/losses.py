@@ -31,7 +31,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 from keras_distplug.backend.tensorflow.replicas.share import current
 from keras_distplug.backend.tensorflow.runtime import private_names
 from keras_distplug.backend.tensorflow.runtime.attached import mark
-from keras_distplug.backend.tensorflow.runtime.models import layers_of
+from keras_distplug.backend.tensorflow.runtime.models import list_layers
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.core.errors import ModelError
 
@@ -119,7 +119,7 @@ def recording(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def separate_added_losses(model: keras.Model) -> None:
     """Keeps losses that the layers of `model` add separate for every replica."""
-    for layer in (model, *layers_of(model)):
+    for layer in (model, *list_layers(model)):
         if not isinstance(layer._losses, _AddedLosses):
             _UPSTREAM.patch(layer, "_losses", _AddedLosses(layer._losses))
 
@@ -261,7 +261,7 @@ def _valid_values(values: tf.Tensor, mask: Any) -> tf.Tensor:
 def sums_over_samples(model: keras.Model) -> Iterator[None]:
     """Makes `activity_regularizer`s use the global batch while a step is traced or run."""
     with ExitStack() as stack:
-        for layer in layers_of(model):
+        for layer in list_layers(model):
             regularizer = layer.activity_regularizer
             if regularizer is not None and not _activities_are_averaged():
                 stack.enter_context(

@@ -20,7 +20,7 @@ from keras_distplug.backend.tensorflow.replicas import gates
 from keras_distplug.backend.tensorflow.replicas.gates import cond_over_replicas
 from keras_distplug.backend.tensorflow.replicas.share import current
 from keras_distplug.backend.tensorflow.runtime.attached import mark
-from keras_distplug.backend.tensorflow.runtime.models import inner_of
+from keras_distplug.backend.tensorflow.runtime.models import get_inner_optimizer
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
@@ -35,7 +35,7 @@ def use_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     """
     if not mark(optimizer):
         return
-    inner = inner_of(optimizer)
+    inner = get_inner_optimizer(optimizer)
     stock_apply = optimizer.apply
     stock_scale_loss = optimizer.scale_loss
 

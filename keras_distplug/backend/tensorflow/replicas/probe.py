@@ -17,9 +17,9 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
 from keras_distplug.backend.tensorflow.runtime.models import (
     all_variables,
-    inner_of,
-    layers_of,
-    optimizers_of,
+    get_inner_optimizer,
+    list_layers,
+    list_optimizers,
 )
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
@@ -30,7 +30,7 @@ OnGradients = Callable[[str, Sequence[Any], Sequence[keras.Variable]], None]
 
 
 @contextmanager
-def apart(model: keras.Model) -> Iterator[None]:
+def isolate_replica(model: keras.Model) -> Iterator[None]:
     """Discards assignments made inside, and reads variables without involving other replicas.
 
     For use in a single thread, outside the scope of a strategy.
@@ -72,10 +72,10 @@ def listening(
         def put(target: object, name: str, value: Any) -> None:
             stack.enter_context(_UPSTREAM.patched(target, name, value))
 
-        for layer in layers_of(model):
+        for layer in list_layers(model):
             put(layer, "call", _reporting(layer.call, functools.partial(on_call, layer)))
         put(model, "compute_loss", _reporting(model.compute_loss, lambda _, loss: on_loss(loss)))
-        for name, optimizer in optimizers_of(model).items():
+        for name, optimizer in list_optimizers(model).items():
             apply = functools.partial(_instead_of_apply, name, optimizer, on_gradients)
             put(optimizer, "apply", apply)
         yield
@@ -99,7 +99,7 @@ def _instead_of_apply(
     trainable_variables: Sequence[keras.Variable] | None = None,
 ) -> None:
     if trainable_variables is None:
-        trainable_variables = inner_of(optimizer)._trainable_variables
+        trainable_variables = get_inner_optimizer(optimizer)._trainable_variables
     on_gradients(name, list(grads), list(trainable_variables))
 
 

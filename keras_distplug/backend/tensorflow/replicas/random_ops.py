@@ -72,7 +72,7 @@ class Draws:
     def states(self) -> dict[str, tuple[int, ...]]:
         return {**self._waiting, **{name: each.now for name, each in self._ops.items()}}
 
-    def go_on_from(self, states: Mapping[str, Sequence[int]]) -> None:
+    def continue_streams(self, states: Mapping[str, Sequence[int]]) -> None:
         """Restores a result of `states`. Call it before the steps run."""
         self._waiting = {name: tuple(state) for name, state in states.items()}
         for name in self._ops.keys() & states.keys():
@@ -83,7 +83,7 @@ class Draws:
         this."""
         self._waiting = self.states()
 
-    def begin_anew(self) -> None:
+    def restart_streams(self) -> None:
         """Restarts all streams, as TensorFlow's kernels do when the kernel cache is cleared."""
         self._waiting = {}
         with tf.init_scope():
@@ -174,7 +174,7 @@ def _forgetting(stock: Callable[..., Any]) -> Callable[..., Any]:
     def forget(context: Any, *args: Any) -> Any:
         found = stock(context, *args)
         for draws in list(_all_draws):
-            draws.begin_anew()
+            draws.restart_streams()
         return found
 
     return forget

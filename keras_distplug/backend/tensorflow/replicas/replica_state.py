@@ -21,9 +21,9 @@ from keras_distplug.backend.tensorflow.replicas.share import Share, current
 from keras_distplug.backend.tensorflow.runtime.attached import mark
 from keras_distplug.backend.tensorflow.runtime.models import (
     all_variables,
-    layers_of,
-    optimizers_of,
-    seed_generators_of,
+    list_layers,
+    list_optimizers,
+    list_seed_generators,
 )
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
@@ -38,7 +38,7 @@ def share_state(model: keras.Model) -> None:
     statistics = {id(v) for v in model.non_trainable_variables if _is_statistic(v)}
     conditional = {
         id(variable)
-        for optimizer in optimizers_of(model).values()
+        for optimizer in list_optimizers(model).values()
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         for variable in optimizer._variables
     }
@@ -52,7 +52,7 @@ def share_state(model: keras.Model) -> None:
             elif _aggregation(variable) == tf.VariableAggregation.NONE:
                 _assign_centrally(variable, at_once=integer or id(variable) in conditional)
     separate_streams(model, _replica)
-    for layer in (model, *layers_of(model)):
+    for layer in (model, *list_layers(model)):
         if isinstance(layer, keras.layers.BatchNormalization) and mark(layer):
             _UPSTREAM.patch(layer, "_moments", _make_moments(layer))
 
@@ -178,7 +178,7 @@ def _assign_centrally(variable: keras.Variable, *, at_once: bool) -> None:
 def separate_streams(model: keras.Model, stream: Callable[[], tf.Tensor | None]) -> None:
     """Draws the seeds of `model` from a separate random stream per number returned by `stream`;
     None uses the common stream. The saved state is the same for all streams."""
-    for generator in seed_generators_of(model):
+    for generator in list_seed_generators(model):
         if mark(generator):
             _UPSTREAM.patch(generator, "next", _make_next(generator.next, stream))
 

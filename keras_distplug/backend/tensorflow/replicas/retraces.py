@@ -93,7 +93,9 @@ class Retraces:
             traces = function.experimental_get_tracing_count()
             found = converted(data)
             if function.experimental_get_tracing_count() > traces:
-                self._note(Request(tuple(map(_shape_of, tf.nest.flatten(data))), {}), name, touched)
+                self._note(
+                    Request(tuple(map(_get_shape, tf.nest.flatten(data))), {}), name, touched
+                )
             return found
 
         return on_data
@@ -118,7 +120,7 @@ class Retraces:
         self.made.setdefault(name, []).append(Request(request.shapes, values))
 
 
-def _shape_of(part: Any) -> _Shape | None:
+def _get_shape(part: Any) -> _Shape | None:
     if isinstance(part, _ARRAYS):
         return tuple(part.shape)
     if isinstance(part, tf.RaggedTensor | tf.SparseTensor):

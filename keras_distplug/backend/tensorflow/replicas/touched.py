@@ -236,7 +236,7 @@ class Touched:
             self._notify(step, Stage.TRACED)
 
 
-def leave_out(variable: Any) -> Any:
+def exclude_variable(variable: Any) -> Any:
     """Excludes a variable that the package adds to a step and that is not part of a run's state."""
     for handle in _get_handles(variable):
         _excluded[id(handle)] = handle

@@ -93,7 +93,7 @@ class Rows:
         return np.array(self.together, dtype, copy=copy)
 
 
-def wholes(variables: Iterable[keras.Variable]) -> list[keras.Variable | Table]:
+def merge_parts(variables: Iterable[keras.Variable]) -> list[keras.Variable | Table]:
     """Replaces the parts among `variables` by whole tables, at the position of the first part."""
     found: list[keras.Variable | Table] = []
     tables: dict[str, Table] = {}
@@ -110,10 +110,10 @@ def wholes(variables: Iterable[keras.Variable]) -> list[keras.Variable | Table]:
     return found
 
 
-def parts_of(variable: keras.Variable | Table) -> list[keras.Variable]:
+def get_parts(variable: keras.Variable | Table) -> list[keras.Variable]:
     return variable.parts if isinstance(variable, Table) else [variable]
 
 
-def value_of(variable: keras.Variable | Table) -> Any:
+def get_value(variable: keras.Variable | Table) -> Any:
     """Returns the current value by reference, as an object that `numpy.asarray` accepts."""
     return variable.read() if isinstance(variable, Table) else variable.value.read_value()

@@ -37,7 +37,7 @@ _DECIDING = (
 )
 
 
-def place_of(callback: keras.callbacks.Callback) -> str | None:
+def find_place(callback: keras.callbacks.Callback) -> str | None:
     """Returns the name of the attribute that holds the path of a file-writing Keras callback or a
     subclass; None for any other callback."""
     kinds = (name for name in _PLACES if isinstance(callback, getattr(keras.callbacks, name)))
@@ -49,11 +49,11 @@ def decides(callback: keras.callbacks.Callback) -> bool:
     return isinstance(callback, tuple(getattr(keras.callbacks, name) for name in _DECIDING))
 
 
-def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
+def get_callback_state(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
     """Returns the state of a Keras callback or a subclass; None for any other callback."""
     if isinstance(callback, keras.callbacks.CSVLogger):
         return {_ROWS: _size(callback.filename)}
-    names = attributes_of(callback)
+    names = get_attributes(callback)
     state = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
     if isinstance(callback, keras.callbacks.TensorBoard) and (sizes := _sizes_of_events(callback)):
         state[_EVENTS] = sizes
@@ -63,11 +63,11 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
 def set_state(
     callback: keras.callbacks.Callback, state: Mapping[str, Any], *, epoch: int, is_anew: bool
 ) -> None:
-    """Restores a state from `state_of`. Call it after the callback's `on_train_begin`.
+    """Restores a state from `get_callback_state`. Call it after the callback's `on_train_begin`.
 
     Args:
         callback: The callback.
-        state: A result of `state_of`.
+        state: A result of `get_callback_state`.
         epoch: The next epoch.
         is_anew: True if training had been stopped there and is now continued anyway: the exhausted
             patience is reset.
@@ -75,7 +75,7 @@ def set_state(
     if isinstance(callback, keras.callbacks.CSVLogger):
         _cut(callback, state[_ROWS], epoch)
         return
-    for name in attributes_of(callback):
+    for name in get_attributes(callback):
         if name in state:
             setattr(callback, name, state[name])
     if isinstance(callback, keras.callbacks.TensorBoard):
@@ -107,7 +107,7 @@ def empty(logger: keras.callbacks.CSVLogger) -> None:
     logger.append_header = True
 
 
-def attributes_of(callback: keras.callbacks.Callback) -> tuple[str, ...]:
+def get_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...]:
     """Returns the names of the attributes that hold the state of a Keras callback."""
     for name, attributes in _ATTRIBUTES.items():
         # Keras 3.10 has no OrbaxCheckpoint.

@@ -69,7 +69,7 @@ def find() -> KerasFiles | None:
 
 
 def _kind(folder: Path, module: str, name: str, imports_left: int) -> Kind | None:
-    file = _file_of(folder, module)
+    file = _get_file(folder, module)
     if file is None or not imports_left:
         return None
     if (kind := _definitions(file).get(name)) is not None:
@@ -80,7 +80,7 @@ def _kind(folder: Path, module: str, name: str, imports_left: int) -> Kind | Non
 
 
 @functools.cache
-def _file_of(folder: Path, module: str) -> Path | None:
+def _get_file(folder: Path, module: str) -> Path | None:
     if not _MODULE.fullmatch(module):
         return None
     path = folder.joinpath(*module.split(".")[1:])
@@ -93,7 +93,7 @@ def _file_of(folder: Path, module: str) -> Path | None:
 @functools.cache
 def _definitions(file: Path) -> dict[str, Kind]:
     # `ast` takes seconds for the largest files.
-    found = _DEFINITION.findall(_text_of(file))
+    found = _DEFINITION.findall(_get_text(file))
     return {name: "class" if word == "class" else "function" for word, name in found}
 
 
@@ -101,7 +101,7 @@ def _definitions(file: Path) -> dict[str, Kind]:
 def _imports(file: Path) -> dict[str, tuple[str, str]]:
     """Returns the source module and original name of every `from ... import ...` in a file."""
     try:
-        body = ast.parse(_text_of(file)).body
+        body = ast.parse(_get_text(file)).body
     except (SyntaxError, ValueError):
         return {}
     return {
@@ -112,7 +112,7 @@ def _imports(file: Path) -> dict[str, tuple[str, str]]:
     }
 
 
-def _text_of(file: Path) -> str:
+def _get_text(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -22,7 +22,7 @@ from keras.src.models.functional import Functional, functional_like_constructor
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
 from keras_distplug.backend.tensorflow.runtime import private_names
-from keras_distplug.backend.tensorflow.runtime.embedding_tables import parts_of, wholes
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import get_parts, merge_parts
 from keras_distplug.backend.tensorflow.runtime.frames import callers
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.core.errors import ModelError
@@ -41,7 +41,7 @@ def compile_arguments(model: keras.Model) -> Mapping[str, Any] | None:
 
 
 @contextmanager
-def without_compilation(model: keras.Model) -> Iterator[None]:
+def hide_compilation(model: keras.Model) -> Iterator[None]:
     """Hides from Keras that `model` is compiled."""
     compiled = model.compiled
     model.compiled = False
@@ -101,21 +101,21 @@ def variables_limited(most: int) -> Iterator[None]:
             yield
 
 
-def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
+def list_seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Returns the seed generators of `model` and its layers."""
-    return [each for owner in (model, *layers_of(model)) for each in owner._seed_generators]
+    return [each for owner in (model, *list_layers(model)) for each in owner._seed_generators]
 
 
-def seeds_of(model: keras.Model) -> list[keras.Variable]:
+def list_seeds(model: keras.Model) -> list[keras.Variable]:
     """Returns the states of the seed generators of `model` and its layers, and of Keras' global
     seed generator."""
-    generators = seed_generators_of(model)
+    generators = list_seed_generators(model)
     if (of_all := global_seed_generator()) is not None:
         generators.append(of_all)
     return [generator.state for generator in generators]
 
 
-def layers_of(model: keras.Model) -> list[keras.Layer]:
+def list_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns all layers of `model`, at any depth."""
     return list(model._flatten_layers(include_self=False))
 
@@ -165,7 +165,7 @@ def is_traced_twice(model: keras.Model) -> bool:
         and not runs_eagerly(model)
         and not has_own_step(model)
         and model.built
-        and all(layer.built for layer in layers_of(model))
+        and all(layer.built for layer in list_layers(model))
     )
 
 
@@ -235,7 +235,7 @@ def _places(
             yield from _places(layer, here, owners)
 
 
-def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+def list_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """Returns the optimizer that `model` was compiled with, and those stored as attributes."""
     found = {
         name: value
@@ -274,16 +274,18 @@ def optimizer_targets(
     places: dict[int, Target] = {id(variable): name for name, variable in others.items()}
     places |= {
         id(part): place
-        for place, weight in enumerate(wholes(model.weights))
-        for part in parts_of(weight)
+        for place, weight in enumerate(merge_parts(model.weights))
+        for part in get_parts(weight)
     }
     return {
         name: list(
             dict.fromkeys(
-                places[id(v)] for v in inner_of(optimizer)._trainable_variables if id(v) in places
+                places[id(v)]
+                for v in get_inner_optimizer(optimizer)._trainable_variables
+                if id(v) in places
             )
         )
-        for name, optimizer in optimizers_of(model).items()
+        for name, optimizer in list_optimizers(model).items()
         if optimizer.built
     }
 
@@ -301,7 +303,7 @@ def build_optimizers(
         find: A function that returns a variable outside the model by name; None if it does not
             exist.
     """
-    weights = [parts_of(weight) for weight in wholes(model.weights)]
+    weights = [get_parts(weight) for weight in merge_parts(model.weights)]
 
     def trained(places: Sequence[Target]) -> list[keras.Variable]:
         found: list[keras.Variable] = []
@@ -313,7 +315,7 @@ def build_optimizers(
         return found
 
     def build() -> None:
-        for name, optimizer in optimizers_of(model).items():
+        for name, optimizer in list_optimizers(model).items():
             if name in targets and not optimizer.built:
                 # The variables of a LossScaleOptimizer's inner optimizer have the outer one's name.
                 with keras.name_scope(optimizer.name, caller=optimizer):
@@ -329,23 +331,25 @@ def build_optimizers(
 
 def _is_on_default_device(model: keras.Model) -> bool:
     """True if all weights are on the device where variables are created by default."""
-    devices = {part.value.device for weight in wholes(model.weights) for part in parts_of(weight)}
+    devices = {
+        part.value.device for weight in merge_parts(model.weights) for part in get_parts(weight)
+    }
     return devices == {tf.zeros(()).device}
 
 
-def inner_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+def get_inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns the inner optimizer of a `LossScaleOptimizer`, or any other optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def refresh(model: keras.Model) -> None:
     """Recomputes the values that layers derive from their variables, after an assignment."""
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         if isinstance(layer, keras.layers.Normalization) and layer.built:
             layer.finalize_state()
 
 
-def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+def list_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """Returns the metrics that `model` was compiled with, and its other metrics."""
     arguments = keras.tree.flatten(list((compile_arguments(model) or {}).values()))
     compiled = [each for each in arguments if isinstance(each, keras.metrics.Metric)]
@@ -355,7 +359,7 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
 def all_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns every variable of `model`, its optimizers, loss tracker and metrics, without
     duplicates."""
-    holders = [model, *optimizers_of(model).values(), model._loss_tracker, *metrics_of(model)]
+    holders = [model, *list_optimizers(model).values(), model._loss_tracker, *list_metrics(model)]
     return list({id(v): v for holder in holders for v in holder.variables}.values())
 
 

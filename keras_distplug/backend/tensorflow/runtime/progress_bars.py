@@ -16,7 +16,7 @@ from keras.src.utils import io_utils
 
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
-from keras_distplug.backend.tensorflow.runtime.workers import is_multi_worker, resolver_of
+from keras_distplug.backend.tensorflow.runtime.workers import get_resolver, is_multi_worker
 from keras_distplug.core import log
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
@@ -83,7 +83,7 @@ def _is_beside_chief(model: keras.Model | None) -> bool:
     strategy: tf.distribute.Strategy | None = getattr(model, "distribute_strategy", None)
     if strategy is None or not is_multi_worker(strategy):
         return False
-    resolver = resolver_of(strategy)
+    resolver = get_resolver(strategy)
     has_chief = "chief" in resolver.cluster_spec().jobs
     is_chief = resolver.task_type == "chief" or (not has_chief and resolver.task_id == 0)
     return not is_chief

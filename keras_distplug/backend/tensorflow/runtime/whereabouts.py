@@ -45,9 +45,9 @@ def whereabouts(thread: int | None) -> Whereabouts:
     """Returns the activity of the thread with that `ident`."""
     everywhere = sys._current_frames()
     trains = list(callers(everywhere.pop(thread or 0, None)))
-    lines = (_line_of(list(callers(frame))) for frame in everywhere.values() if _is_making(frame))
+    lines = (_get_line(list(callers(frame))) for frame in everywhere.values() if _is_making(frame))
     return Whereabouts(
-        line=_line_of(_within_fit(trains)),
+        line=_get_line(_within_fit(trains)),
         input_line=next((line for line in lines if line), None),
         awaits=_awaited(trains),
     )
@@ -107,7 +107,7 @@ def _is_making(frame: FrameType) -> bool:
     return any(_is_in(each, *_MAKERS) for each in callers(frame))
 
 
-def _line_of(frames: list[FrameType]) -> str | None:
+def _get_line(frames: list[FrameType]) -> str | None:
     """Returns the innermost line that belongs to user code."""
     for frame in frames:
         code = frame.f_code

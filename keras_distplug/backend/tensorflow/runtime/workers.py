@@ -17,13 +17,15 @@ def is_scheduled(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
-def resolver_of(strategy: tf.distribute.Strategy) -> tf.distribute.cluster_resolver.ClusterResolver:
+def get_resolver(
+    strategy: tf.distribute.Strategy,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Returns the cluster resolver of a strategy that has workers."""
     # ParameterServerStrategy does not set the public attribute.
     return strategy._cluster_resolver if is_scheduled(strategy) else strategy.cluster_resolver
 
 
-def of_chief() -> tf.distribute.Strategy:
+def make_chief_strategy() -> tf.distribute.Strategy:
     """Returns the default strategy of a single process, under which only the chief computes."""
     return distribute_lib._get_default_strategy()
 
