@@ -23,7 +23,7 @@ from rich.table import Table
 
 from keras_distplug.core import events
 from keras_distplug.core.event_lines import to_line
-from keras_distplug.core.events import Entry, ReplicaTimings
+from keras_distplug.core.events import Entry, ReplicaTimes
 from keras_distplug.storage.files import open_files
 from keras_distplug.tensorboard_plugin.watched import Watched, answer
 
@@ -41,7 +41,7 @@ def line(rank: int, replicas: int, at: float, length_s: float, step_secs: float)
     steps = round(length_s / step_secs)
     secs = {"step": 0.85 * length_s, "input": 0.05 * length_s, "sync": 0.1 * length_s}
     own = tuple(
-        ReplicaTimings(
+        ReplicaTimes(
             rank * replicas + number,
             step_secs * random.uniform(0.7, 0.9),
             step_secs * random.uniform(0.05, 0.2),

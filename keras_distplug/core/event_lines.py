@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_distplug.core.events import VERSION, Entry, Event, ReplicaTimings, Window, get_name
+from keras_distplug.core.events import VERSION, Entry, Event, ReplicaTimes, Window, get_name
 from keras_distplug.core.hints import require_types
 
 _YEAR_9999, _MAX_MEASURED = 253_402_300_799, 1e15
@@ -116,8 +116,8 @@ def _is_plausible(field: tuple[str, Any]) -> bool:
     return not (is_measured and isinstance(value, int | float)) or abs(value) <= _MAX_MEASURED
 
 
-def _of_replica(fields: Mapping[str, Any]) -> ReplicaTimings:
-    found = ReplicaTimings(**_known_fields(ReplicaTimings, fields))
+def _of_replica(fields: Mapping[str, Any]) -> ReplicaTimes:
+    found = ReplicaTimes(**_known_fields(ReplicaTimes, fields))
     require_types(found)
     return found
 

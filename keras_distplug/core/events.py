@@ -98,7 +98,7 @@ class Restored(Event):
 
 
 @dataclass(frozen=True)
-class ReplicaTimings:
+class ReplicaTimes:
     """Timings of a replica in a window.
 
     Args:
@@ -135,7 +135,7 @@ class Window(Event):
     step_s: float | None = None
     input_s: float | None = None
     memory_bytes: int | None = None
-    replicas: tuple[ReplicaTimings, ...] = ()
+    replicas: tuple[ReplicaTimes, ...] = ()
     loss: float | None = None  # as Keras logs it after the last batch: the mean of the epoch so far
 
 

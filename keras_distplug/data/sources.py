@@ -175,7 +175,7 @@ class _Counts:
     is_validation: bool
 
     def read(self) -> list[list[int]]:
-        return [list(counts) for counts in earlier_passes.count_shuffle_iterators(self.dataset)]
+        return [list(counts) for counts in earlier_passes.count_iterators(self.dataset)]
 
     def assign(self, value: Any, *, in_pass: bool) -> None:
         counts = [(made, read) for made, read in value]
@@ -281,10 +281,7 @@ class TfData(Source):
 
     def _counts(self) -> Mapping[str, tuple[int, int]]:
         assert self._pipeline is not None
-        nodes, counts = (
-            self._pipeline.shuffles(),
-            earlier_passes.count_shuffle_iterators(self.whole),
-        )
+        nodes, counts = self._pipeline.shuffles(), earlier_passes.count_iterators(self.whole)
         return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
 
     def _skip_passes(self, passed: int) -> None:

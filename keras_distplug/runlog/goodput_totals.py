@@ -116,7 +116,7 @@ class Attempt:
         last_step: Its last step.
         lost_steps: Steps that the next attempt had to repeat.
         lost_is_exact: False if there may be more: the log of a process that was killed ends before
-            its last steps, and only a supervisor knows how far it got.
+            its last steps, which only a supervisor knows.
         end: The reason it ended, for people; None if that is not known.
         exit_code: The exit code of the worker that failed first; None if no supervisor has
             reported one.

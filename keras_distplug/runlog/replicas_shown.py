@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_distplug.core import events
-from keras_distplug.core.events import ReplicaTimings, Window
+from keras_distplug.core.events import ReplicaTimes, Window
 from keras_distplug.runlog.goodput_totals import Fit
 
 BINS = 240  # of time
@@ -150,7 +150,7 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: own[each["replica"]], reverse=True)[:_MOST_ROWS]
 
 
-def _secs(window: Window, replica: ReplicaTimings) -> dict[str, float | None]:
+def _secs(window: Window, replica: ReplicaTimes) -> dict[str, float | None]:
     """Returns the times of a replica per step of a window."""
     return {"compute": replica.compute_s, "input": window.input_s, "sync": replica.sync_s}
 

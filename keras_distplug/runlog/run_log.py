@@ -26,7 +26,7 @@ from keras_distplug.cluster import agreement
 from keras_distplug.core import events, reporting, step_marker
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.event_lines import to_line
-from keras_distplug.core.events import Entry, Event, ReplicaTimings, Window
+from keras_distplug.core.events import Entry, Event, ReplicaTimes, Window
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.ledger import Category, Ledger, split
 from keras_distplug.core.log import announce
@@ -449,9 +449,7 @@ def _window(
         report.step_s,
         report.input_s,
         report.memory_bytes,
-        tuple(
-            ReplicaTimings(each.replica, each.compute_s, each.sync_s) for each in report.replicas
-        ),
+        tuple(ReplicaTimes(each.replica, each.compute_s, each.sync_s) for each in report.replicas),
         loss,
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 from keras_distplug.core import events
 from keras_distplug.core.event_lines import from_line, to_line
-from keras_distplug.core.events import Entry, Event, ReplicaTimings
+from keras_distplug.core.events import Entry, Event, ReplicaTimes
 
 SAMPLES: dict[str, Any] = {
     "str": "a",
@@ -27,7 +27,7 @@ SAMPLES: dict[str, Any] = {
     "Mapping[str, float]": {"step": 1.5},
     "Mapping[str, float | None]": {"loss": 0.5},
     "Mapping[str, str]": {"keras": "3.15.1"},
-    "tuple[OfReplica, ...]": (ReplicaTimings(0, 0.1), ReplicaTimings(1, 0.2, 0.3)),
+    "tuple[OfReplica, ...]": (ReplicaTimes(0, 0.1), ReplicaTimes(1, 0.2, 0.3)),
 }
 
 

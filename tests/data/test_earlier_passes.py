@@ -94,9 +94,9 @@ import {second}
 import tensorflow as tf
 from keras_distplug.backend.tensorflow.input import earlier_passes
 data = tf.data.Dataset.range(3).shuffle(3).map(lambda x: x)
-assert earlier_passes.count_shuffle_iterators(data) == [(0, 0)]
+assert earlier_passes.count_iterators(data) == [(0, 0)]
 list(data), next(iter(data.batch(2)))
-assert earlier_passes.count_shuffle_iterators(data) == [(2, 2)]
+assert earlier_passes.count_iterators(data) == [(2, 2)]
 assert not any("earlier_passes" in type(each).__module__ for each in sys.meta_path)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -108,7 +108,7 @@ def test_long_chains() -> None:
     whole = tf.data.Dataset.range(2)
     for _ in range(1500):
         whole = whole.concatenate(tf.data.Dataset.range(2))
-    assert earlier_passes.count_shuffle_iterators(whole.shuffle(2)) == [(0, 0)]
+    assert earlier_passes.count_iterators(whole.shuffle(2)) == [(0, 0)]
     earlier_passes.add(whole, 1, 1)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keras_distplug.core import events
 from keras_distplug.core.event_lines import from_line, to_line
-from keras_distplug.core.events import Entry, ReplicaTimings
+from keras_distplug.core.events import Entry, ReplicaTimes
 from keras_distplug.runlog import goodput_totals
 from keras_distplug.runlog.log_files import Reader
 from keras_distplug.runlog.summary import summary
@@ -25,7 +25,7 @@ OF_WORKER = [
     events.Began("s", 0, 2, 2, "host", 1, "Strategy", 3, 0, {"keras": "3"}),
     events.Restored(1, 0, 1, "run/step-00000001", False, 0.1),
     events.Window(
-        10, 9, 0, {"step": 4.0, "input": 1.0}, 0.4, 0.1, 10**6, (ReplicaTimings(0, 0.3, 0.1),)
+        10, 9, 0, {"step": 4.0, "input": 1.0}, 0.4, 0.1, 10**6, (ReplicaTimes(0, 0.3, 0.1),)
     ),
     events.Saved(10, 0.5, False, 0.01, 1000),
     events.SaveFailed(11, 1, False, "why"),

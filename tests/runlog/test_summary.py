@@ -9,7 +9,7 @@ import pytest
 from support import logged
 
 from keras_distplug.core import events
-from keras_distplug.core.events import SUPERVISOR, Entry, ReplicaTimings
+from keras_distplug.core.events import SUPERVISOR, Entry, ReplicaTimes
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.summary import headline, summary
 from keras_distplug.storage.survey import CheckpointState
@@ -157,7 +157,7 @@ def slow(
 def window(
     step: int, steps: int, *own: tuple[float, float | None], input_s: float | None = None
 ) -> events.Window:
-    replicas = tuple(ReplicaTimings(number, *each) for number, each in enumerate(own))
+    replicas = tuple(ReplicaTimes(number, *each) for number, each in enumerate(own))
     return events.Window(step, steps, 0, {"step": 1.0}, 0.1, input_s, None, replicas)
 
 
@@ -193,7 +193,7 @@ def test_ranking_by_input() -> None:
     fits = []
     for rank, input_s in enumerate((0.0, 0.3)):
         began = events.Began("s", rank, 2, 2, f"node-{rank}", 1, "Strategy", 9, 0)
-        replicas = (ReplicaTimings(rank, 0.1 - 0.01 * rank, 0.0),)
+        replicas = (ReplicaTimes(rank, 0.1 - 0.01 * rank, 0.0),)
         window = events.Window(10, 10, 0, {"step": 4.0}, 0.4, input_s, None, replicas)
         entries = tuple(
             Entry(1000.0 + at, f"worker-{rank}", e) for at, e in ((0, began), (4, window))
@@ -239,7 +239,7 @@ def many(workers: int, replicas: int, windows: int) -> list[Fit]:
         told = [Entry(1000.0, f"worker-{rank}", began)]
         for number in range(windows):
             taken = tuple(
-                ReplicaTimings(
+                ReplicaTimes(
                     each,
                     3.0 if each == 3 and number == 50 else 0.2 if each == 7 else 0.1 + each / 1e5,
                     0.0123456 * (1 + each / 1000),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keras_distplug.core import events
-from keras_distplug.core.events import SUPERVISOR, Entry, Event, ReplicaTimings
+from keras_distplug.core.events import SUPERVISOR, Entry, Event, ReplicaTimes
 from keras_distplug.runlog.goodput_totals import Fit
 
 SLOW = 2
@@ -56,7 +56,7 @@ def _fit(
         secs = {"step": 0.8 * window_s, "input": 0.1 * window_s, "other": 0.1 * window_s}
         if number == 0:
             secs["start_up"] = 10.0
-        replica = ReplicaTimings(rank, compute_s, 0.01)
+        replica = ReplicaTimes(rank, compute_s, 0.01)
         entries.append(entry(at, events.Window(step, 10, 0, secs, 0.1, 0.01, 10**9, (replica,))))
         if rank == 0 and (number + 1) % (windows // 2) == 0:
             entries.append(entry(at, events.Saved(step, 0.4, False, 0.012, 123_456_789)))

@@ -38,7 +38,7 @@ def watch() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def count_shuffle_iterators(dataset: Any) -> list[tuple[int, int]]:
+def count_iterators(dataset: Any) -> list[tuple[int, int]]:
     """Returns, for every shuffle in `dataset` from its end on, the numbers of iterators that were
     created and of those that were read."""
     return [_counts.get(each, (0, 0)) for each in _chain(dataset) if _is_shuffle(each)]
@@ -55,11 +55,11 @@ def paused() -> Iterator[None]:
 
 
 def restore(dataset: Any, counts: Sequence[tuple[int, int]], *, or_more: bool = False) -> None:
-    """Restores a result of `count_shuffle_iterators` from another process.
+    """Restores a result of `count_iterators` from another process.
 
     Args:
         dataset: The dataset.
-        counts: The result of `count_shuffle_iterators`.
+        counts: The result of `count_iterators`.
         or_more: True to keep higher counts. Defaults to `False`.
     """
     shuffles = filter(_is_shuffle, _chain(dataset))
