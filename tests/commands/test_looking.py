@@ -76,7 +76,7 @@ def test_ls_for_people(directory: str, say: Say) -> None:
     made.cut_off(directory, "step-00000009")
     code, printed = say("ls", directory)
     assert code == 0
-    assert re.search(f"^{RUN}, started 20.*, finished$", printed, re.MULTILINE)
+    assert re.search(f"^{RUN}, started 20.*, finished *$", printed, re.MULTILINE)
     assert re.search(r"step-00000004 +committed +4 +1 +0 +20.* B +1 +0\.25 +0\.25", printed)
     assert re.search(r"final-00000008 +committed .*any epochs", printed)
     assert re.search(r"step-00000009 +unfinished +9 +100 B", printed)

@@ -27,7 +27,7 @@ SAMPLES: dict[str, Any] = {
     "Mapping[str, float]": {"step": 1.5},
     "Mapping[str, float | None]": {"loss": 0.5},
     "Mapping[str, str]": {"keras": "3.15.1"},
-    "tuple[OfReplica, ...]": (ReplicaTimes(0, 0.1), ReplicaTimes(1, 0.2, 0.3)),
+    "tuple[ReplicaTimes, ...]": (ReplicaTimes(0, 0.1), ReplicaTimes(1, 0.2, 0.3)),
 }
 
 

@@ -345,6 +345,6 @@ def test_supervisor_that_is_gone() -> None:
 
 def test_unsupervised() -> None:
     found = judge([worker()], END + 100)
-    assert found.recovery.startswith("no: no supervisor. A restart")
+    assert found.recovery.startswith("no: no supervisor is running. A restart")
     assert found.lost == "at least 300 steps (there is no checkpoint)"
     assert "alive" in found.advice
