@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import logged
-from support.browser import ShortRepr, browsed
+from support.browser import Shown, browsed
 
 from keras_distplug import page
 from keras_distplug.cli import main
@@ -21,7 +21,7 @@ from keras_distplug.storage.survey import CheckpointState
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> ShortRepr:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     fits, supervised, end = logged.fits(4, 100)
     folder = tmp_path_factory.mktemp("page")
     path = folder / "report.html"
@@ -30,10 +30,10 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> ShortRepr:
     path.write_text(page.html("runs", [run], end + 60))
     dom, console = browsed(path.as_uri(), folder)
     assert console == ""
-    return ShortRepr(dom)
+    return Shown(dom)
 
 
-def test_headline(shown: ShortRepr) -> None:
+def test_headline(shown: Shown) -> None:
     cards = dict(zip(shown.cards[::2], shown.cards[1::2], strict=True))
     assert cards["goodput"] == "68.7 %"  # 0.8 * (2 * 100 - 5) of 2 * 110 + 5 + 2 seconds
     assert cards["step"] == "1,950 of 1,950"
@@ -48,7 +48,7 @@ def test_headline(shown: ShortRepr) -> None:
     ]
 
 
-def test_where_the_time_went(shown: ShortRepr) -> None:
+def test_where_the_time_went(shown: Shown) -> None:
     """The legend and the accessible label have the shares."""
     assert "step 68.7 % (2 min 36 s)" in shown.legend
     assert "redone 2.0 % (4.5 s)" in shown.legend
@@ -56,13 +56,13 @@ def test_where_the_time_went(shown: ShortRepr) -> None:
     assert any("recovery 2.2 %" in label for label in shown.labels)
 
 
-def test_attempts(shown: ShortRepr) -> None:
+def test_attempts(shown: Shown) -> None:
     _, second, first = shown.tables["Attempts, newest first"]
     assert first[4:] == ["0 to 1,000", "50", "137", "worker-1 was killed"]
     assert second[4:] == ["950 to 1,950", "0", "", "finished"]
 
 
-def test_ranking(shown: ShortRepr) -> None:
+def test_ranking(shown: Shown) -> None:
     """The slow replica is first."""
     _, first, *others = shown.tables["Replicas of the last attempt, slowest first"]
     assert first == ["2", "worker-2 on node-2", "140", "10", "10", "0.533", "compute"]
@@ -70,7 +70,7 @@ def test_ranking(shown: ShortRepr) -> None:
     assert {each[5] for each in others} == {"1"}
 
 
-def test_checkpoints(shown: ShortRepr) -> None:
+def test_checkpoints(shown: Shown) -> None:
     _, *rows = shown.tables["Checkpoints, newest first"]
     assert [row[0] for row in rows] == ["1,950", "1,450", "1,000", "500"]
     assert rows[0][2:] == ["123 MB", "0.4 s", "12.0 ms", "shared", "committed", "sizes verified"]
@@ -81,7 +81,7 @@ def test_checkpoints(shown: ShortRepr) -> None:
     ]
 
 
-def test_incidents(shown: ShortRepr) -> None:
+def test_incidents(shown: Shown) -> None:
     _, *rows = shown.tables["Incidents, newest first, equal ones grouped"]
     assert [row[1] for row in rows] == [
         "Straggler: worker-2, replica 2slow",
@@ -118,7 +118,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     path.write_text(page.html("runs", [done, begun, broken], end + 3600))
     dom, console = browsed(path.as_uri(), tmp_path)
     assert console == ""
-    shown = ShortRepr(dom)
+    shown = Shown(dom)
     _, *rows = shown.tables["All runs; a button shows the run below"]
     share = "68.7 %"
     assert rows == [
@@ -198,7 +198,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.html"
     command = ["report", str(tmp_path / "runs"), "-o", str(out)]
     assert main(command) == 0
-    found = ShortRepr(browsed(out.as_uri(), tmp_path)[0])
+    found = Shown(browsed(out.as_uri(), tmp_path)[0])
     assert len(found.tables["Attempts, newest first"]) == 3
     out.write_text("kept")
     assert main(command) == 2

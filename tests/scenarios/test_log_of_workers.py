@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from support import fault
-from support.browser import ShortRepr, browsed, photographed
+from support.browser import Shown, browsed, photographed
 from support.cluster import environment, run_job
 from support.curves import curves_in
 
@@ -189,7 +189,7 @@ def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
     [charts] = [each["chart"] for each in layout["category"] if each["title"] == "Distplug"]
     assert [each["title"] for each in charts] == ["goodput", "where the time went"]
     assert "goodput/whole_run" in tags["run-0001/log/goodput"]
-    _is_right(ShortRepr(dom), job)
+    _is_right(Shown(dom), job)
 
 
 def brightness(picture: Path) -> float:
@@ -204,10 +204,10 @@ def test_report(job: Job, tmp_path: Path) -> None:
     assert main(["report", str(job.folder / "runs"), "-o", str(out)]) == 0
     dom, console = browsed(out.as_uri(), tmp_path)
     assert console == ""
-    _is_right(ShortRepr(dom), job)
+    _is_right(Shown(dom), job)
 
 
-def _is_right(shown: ShortRepr, job: Job) -> None:
+def _is_right(shown: Shown, job: Job) -> None:
     secs = goodput_totals.totals(
         goodput_totals.spans(goodput_totals.chiefs(job.fits), job.supervised)
     )
