@@ -63,6 +63,20 @@ def test_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run["workers"]["0"] == run["secs"]
 
 
+@pytest.mark.parametrize(("step", "lost"), [(500, "not known"), (490, "at least 10")])
+def test_lost_steps(
+    step: int, lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a kill without a supervisor, nothing is claimed that the log does not know."""
+    for session, begin, first in (("a", 1000.0, 0), ("b", 2000.0, step)):
+        began = events.Began(session, 0, 1, 1, "host", 1, "Strategy", 9, first)
+        steps = events.Window(first + 500, 500, 0, {"step": 40.0})
+        write(tmp_path / "run-0001", session, (begin, began), (begin + 60, steps))
+    assert main(["goodput", str(tmp_path)]) == 0
+    first_attempt = capsys.readouterr().out.splitlines()[-2]
+    assert f"0 to 500 {lost}" in " ".join(first_attempt.split())
+
+
 def test_waits_that_are_not_known(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Times of which an unknown part was waiting are reported."""
     at = time.time() - 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,8 @@ def test_first_screen(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("worker", "since", "lost", "checkpoint safe", "recovers on its own", "slow"):
         assert f"\n{name} " in text
     assert "\nnext                 Nothing to do." in text
+    assert re.search(r"^speed +[\d.]+ steps/s, when it last trained *$", text, re.MULTILINE)
+    assert re.search(r"^worker +none stands out *$", text, re.MULTILINE)
     assert "NaN in `dense/kernel`, replica 1 [worker-1 on node-1]" in text
     assert f"keras-distplug replay {runs}" in text
 

@@ -264,6 +264,25 @@ def test_attempt_that_reached_more_than_it_logged() -> None:
     assert (second.number, second.last_step, second.lost_steps) == (2, 60, 0)
 
 
+@pytest.mark.parametrize(
+    ("last", "exact"),
+    [
+        (events.Beat(44), False),  # and then it was killed
+        (events.Preempted("SIGTERM", "worker-0", False, 40), True),
+        (events.Raised("ValueError: no room"), True),
+    ],
+)
+def test_lost_steps_without_a_supervisor(last: Event, exact: bool) -> None:
+    """The log of a killed process ends before its last steps, so their number is a lower bound."""
+    fits = [
+        fit(window(10, 40, 40, step=10), Entry(11, "worker-0", last)),
+        fit(window(30, 60, 20, step=10), session="b", step=40),
+    ]
+    first, second = goodput_totals.attempts(fits)
+    assert (first.lost_steps, first.lost_is_exact) == (0 if exact else 4, exact)
+    assert second.lost_is_exact
+
+
 def test_attempt_that_died_behind_its_checkpoint() -> None:
     """What is in a checkpoint was trained, though the window that has it was not told any more."""
     saved = Entry(11, "worker-0", events.Saved(60, 0.5, False, 0.01, 1000))

@@ -220,6 +220,18 @@ def test_ends(event: Event, state: State) -> None:
         found = judge([worker(30, (0.5, event))], END + after)
         assert (found.state, found.since, found.has_ended) == (state, END + 0.5, True)
         assert found.until == float("inf")
+        assert not found.is_training
+
+
+def test_lost_without_a_checkpoint_behind() -> None:
+    """How many steps are lost is claimed only if the log has the last ones."""
+    saved = {300: CheckpointState("committed", True)}
+    save = events.Saved(300, 0.1, False, 0.01, 1000)
+    killed = judge([worker(30, (0.1, save))], END + 100, checkpoints=saved)
+    assert (killed.state, killed.lost) == (State.DEAD, "not known: its log ends at checkpoint 300")
+    raised = (0.2, events.Raised("ValueError: no room"))
+    failed = judge([worker(30, (0.1, save), raised)], END + 100, checkpoints=saved)
+    assert (failed.state, failed.lost) == (State.FAILED, "nothing")
 
 
 def test_other_worker_says_so() -> None:

@@ -47,7 +47,10 @@ def _fit(
 
     session = f"session-{attempt}"
     began = events.Began(
-        session, rank, workers, workers, f"node-{rank}", 1, "Strategy", 9, first_step
+        *(session, rank, workers, workers, f"node-{rank}", 1, "Strategy", 9, first_step),
+        reached_before=first_step + 50
+        if attempt == 1 and rank == 0
+        else None,  # as under a supervisor
     )
     compute_s = 0.14 if rank == SLOW else 0.07
     entries = [entry(begin + 10, began)]
