@@ -195,8 +195,8 @@ def _lost(
         least = "" if has_told_all else "at least "
         after = f"since checkpoint {saved}" if checkpoint else "there is no checkpoint"
         return f"{least}{at_risk} ({after}){earlier}"
-    now = f"{at_risk} not yet saved"
-    return f"{past}; {now}" if has_lost else f"nothing; {now}"
+    now = f"; {at_risk} not yet saved" if step > saved else ""
+    return f"{past if has_lost else 'nothing'}{now}"
 
 
 def _recovery(finding: Finding, checkpoint: Mapping[str, Any] | None, run: Run) -> str:
@@ -214,9 +214,10 @@ def _recovery(finding: Finding, checkpoint: Mapping[str, Any] | None, run: Run) 
         if finding.state is State.STALLED:
             return f"yes, {start}, once HangWatchdog has ended the hung process"
         return f"yes: the supervisor restarts the workers, {start}"
+    again = "starts again" if checkpoint is None else "resumes"
     if finding.state in ENDED:
-        return f"no: no supervisor is running. A restart of the same command resumes {start}"
-    return f"no: not started by `keras-distplug run`. A restart resumes {start}"
+        return f"no: no supervisor is running. The same command {again} {start}"
+    return f"no: not started by `keras-distplug run`. The same command {again} {start}"
 
 
 def _advice(finding: Finding, groups: Sequence[Group], run: Run) -> tuple[str, str | None]:
