@@ -304,8 +304,8 @@ def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str
     joined = _Joined(startup.join("auto"), origin, unpack())
     announce(
         "TensorFlow was restarted to join the cluster. The given model and data were transferred; "
-        "other models, tensors and datasets created before are no longer usable. "
-        "`keras_distplug.init()` at the top of the script avoids this"
+        "other models, tensors and datasets created earlier are no longer usable. To avoid this, "
+        "call `keras_distplug.init()` at the top of the script"
     )
     return joined
 

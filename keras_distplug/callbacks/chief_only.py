@@ -63,7 +63,7 @@ def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """
     if not isinstance(callback, keras.callbacks.Callback):
         raise ConfigurationError(
-            f"Expected a Keras callback. Received an object of type {type(callback).__name__}. "
+            f"Expected a Keras callback. Received: an object of type {type(callback).__name__}. "
             "Wrap every callback in its own `chief_only(...)`."
         )
     if keras_callbacks.decides(callback) or type(callback).__module__.startswith("keras_distplug."):

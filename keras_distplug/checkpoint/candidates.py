@@ -154,6 +154,7 @@ def _completion(stored: Stored) -> Completion:
     completion: Completion | None = stored.manifest.completion
     if completion is None:
         raise CorruptCheckpointError(
-            f"Expected {stored.name} to record how a finished run ended. Received: no such record."
+            f"Expected the final checkpoint {stored.name} to record how the run ended. Received: a "
+            "checkpoint without that record. Pass resume=False to start a new run."
         )
     return completion

@@ -356,7 +356,7 @@ class FitState:
         self._settle_changes(ends=False)
         changed = self._compilation.fit_optimizer(manifest.how_built)
         if changed is not None and self._role.is_chief:
-            announce(f"the trained variables have changed since the checkpoint: {changed}")
+            announce(f"other variables are trained than at the checkpoint: {changed}")
         models.start_at_epoch(self._model, manifest.cursor.epoch)
         cursor, place = manifest.cursor, manifest.data.get("train")
         self._validated = manifest.data.get("validation", 0)

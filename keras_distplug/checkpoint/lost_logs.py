@@ -26,8 +26,8 @@ class LostLogs:
         for name in lost.keys() - self._known if self._is_chief else ():
             kind = type(lost[name][-1] if isinstance(lost[name], list) else lost[name])
             announce(
-                f"the log {name!r} holds a {kind.__qualname__}, which cannot be saved: after a "
-                "restart, its earlier values in `History` will be None. Log numbers, text, "
-                "arrays of numbers, or lists and dicts of these"
+                f"the entry {name!r} of `logs` has a value of type {kind.__qualname__}, which "
+                "cannot be saved: after a restart, its earlier values in `History` will be None. "
+                "Log numbers, text, arrays of numbers, or lists and dicts of these"
             )
         self._known |= lost.keys()

@@ -98,8 +98,8 @@ def find_or_start_run(
     if 1 not in sequence:
         announce(
             f"{files.where(newest.name)} is the run of `fit` call number {newest.record.place} of "
-            "a script, but its earlier runs no longer exist, so it cannot be continued: starting "
-            "from scratch. Pass delete_checkpoint=False to keep them"
+            "a script, but the runs of its earlier `fit` calls no longer exist, so it cannot be "
+            "continued: starting from scratch. To keep such runs, pass delete_checkpoint=False"
         )
         return opening.start()
     return opening.choose(sequence, 1)
@@ -162,7 +162,7 @@ class _Opening:
                 return last  # its checkpoint's error names the difference
             raise OtherRunError(
                 f"{self.files.where(last.name)} is an interrupted run of a different model or "
-                "different data. Give this training a separate directory, or pass "
+                "different data. Give this run a separate directory, or pass "
                 "resume=False to start a new run next to the old one. Nothing was changed."
             )
         announce(
@@ -274,8 +274,8 @@ def require_one_model(role: Role, strategy: Any) -> None:
         name = type(strategy).__name__
         under = "without a strategy" if name.startswith("_Default") else f"under {name}"
         raise ConfigurationError(
-            "Expected a model under a multi-worker strategy, because TF_CONFIG has "
-            f"{described.world_size} workers. Received: a model {under}, so "
-            "that every worker would train a separate model into the same directory. Call "
-            "`kd.distributed_fit`, or make and compile the model within `kd.init().scope()`."
+            "Expected a model created under a multi-worker strategy, because TF_CONFIG lists "
+            f"{described.world_size} workers. Received: a model {under}; every worker would train "
+            "a separate model in the same directory. Call `keras_distplug.distributed_fit`, or "
+            "create and compile the model within `keras_distplug.init().scope()`."
         )

@@ -75,8 +75,9 @@ def load(
     matches = dict(_matched(list(stored.manifest.variables), list(specs.values())))
     if not matches:
         raise OtherRunError(
-            f"Expected init_from to be a run of a similar model. Received: {where}, in which no "
-            "variable has the name and shape of one in this model. Nothing was changed."
+            f"Expected init_from to be a run of a similar model. Received: {where}, which has no "
+            "variable with the name and shape of a variable of this model. Pass another run, or "
+            "remove init_from. Nothing was changed."
         )
     capture.assign(model, variables, matches, stored.values(capture.allocate))
     taken = set(matches.values())

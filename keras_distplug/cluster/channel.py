@@ -118,7 +118,7 @@ class Channel:
     def barrier(self, topic: str, within_s: float | None = None) -> None:
         """Returns once all workers have called this."""
         timeout_s = self._timeout_s if within_s is None else within_s
-        with self._explained(f"all workers at {topic!r}", timeout_s):
+        with self._explained(f"all workers to reach {topic!r}", timeout_s):
             self._store.barrier(self._next_key(topic), timeout_s)
 
     def send(self, topic: str, text: str) -> None:
@@ -168,7 +168,7 @@ class Channel:
             return self._store.get(key, self._timeout_s)
 
     def _delete(self, key: str) -> None:
-        with self._explained(f"the store to forget {key!r}", self._timeout_s):
+        with self._explained(f"the store to delete {key!r}", self._timeout_s):
             self._store.delete(key)
 
     @contextmanager
@@ -178,7 +178,7 @@ class Channel:
         except TimeoutError as error:
             raise AgreementError(
                 f"{self.role.name} waited {timeout_s or 0:.0f} s for {awaited}. Look at the "
-                f"other workers' output to see what delays them. Cause: {error}"
+                f"other workers' output to see what is delaying them. Cause: {error}"
             ) from error
         except ConnectionError as error:
             raise AgreementError(

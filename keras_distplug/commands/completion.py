@@ -25,8 +25,8 @@ def run(parsed: argparse.Namespace) -> int:
         argcomplete = importlib.import_module("argcomplete")
     except ImportError as error:
         raise ConfigurationError(
-            "Completion needs the package argcomplete, which is not installed. Run pip install "
-            "argcomplete in the environment of keras-distplug, then try again."
+            "Shell completion needs the package argcomplete, which is not installed. Run "
+            "`pip install argcomplete` in the environment of keras-distplug, then try again."
         ) from error
     sys.stdout.write(argcomplete.shellcode([PROGRAM], shell=parsed.shell) + "\n")
     return 0

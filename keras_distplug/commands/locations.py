@@ -194,7 +194,7 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
         if near := _near_miss(_Path.of(text, storage_options)):
             return NoCheckpointError(f"{where} contains no runs. Did you mean {near}?")
     return NoCheckpointError(
-        f"{where} contains no runs. Pass the directory that was passed to training, which contains "
+        f"{where} contains no runs. Pass the directory that the training was given; it contains "
         "run-0001 and so on."
     )
 

@@ -389,7 +389,8 @@ def _split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     at = math.floor(samples * (1 - fraction))
     if at in (0, samples):
         raise DataError(
-            f"validation_split={fraction} of {samples} samples leaves no samples on one side."
+            "Expected `validation_split` to leave samples for training and for validation. "
+            f"Received: validation_split={fraction} of {samples} samples."
         )
     train, validation = (
         keras.tree.map_structure(lambda a, part=part: None if a is None else a[part], arrays)

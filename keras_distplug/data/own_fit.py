@@ -42,7 +42,7 @@ def prepare(
         raise ModelError(
             f"Expected {name} to take `callbacks`, which save and resume the run, and to pass them "
             f"to Keras' `fit`. Received: {name}{signature}. Add `callbacks=None` to its parameters "
-            "and `callbacks=callbacks` to its call of `super().fit`."
+            "and `callbacks=callbacks` to its call to `super().fit`."
         )
     named = dict(others)
     if is_silent and (takes_any or "verbose" in signature.parameters):

@@ -130,7 +130,7 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is not the file of an incident: {error!r}."
+            f"{files.where(path)} is not a valid incident file: {error!r}."
         ) from error
 
 

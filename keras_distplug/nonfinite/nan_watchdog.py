@@ -401,8 +401,9 @@ class NaNWatchdog(Watchdog):
         if self._role.is_chief:
             report(RolledBack(step, self._rollbacks, trouble))
             announce(
-                f"{trouble}: the model was rolled back to step {step}, and the batches since then "
-                f"are skipped (rollback {self._rollbacks} of at most {self.max_rollbacks})"
+                f"{trouble}: the model was rolled back to step {step}. Training continues with the "
+                "next batch; the batches since that step are not repeated (rollback "
+                f"{self._rollbacks} of at most {self.max_rollbacks})"
             )
 
     def _stop_with_error(self, why: str) -> NonFiniteError:

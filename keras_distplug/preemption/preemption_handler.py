@@ -126,8 +126,9 @@ class PreemptionHandler(Watchdog):
         keeper = keeper_among(others)
         if keeper is None:
             raise ConfigurationError(
-                "PreemptionHandler needs a keras_distplug.BackupAndRestore to save with. Received: "
-                f"{', '.join(type(each).__name__ for each in others) or 'no'} other callbacks. Add "
+                "Expected a keras_distplug.BackupAndRestore among the callbacks, with which "
+                "PreemptionHandler saves. Received: "
+                f"{', '.join(type(each).__name__ for each in others) or 'no other callbacks'}. Add "
                 "those of `keras_distplug.defaults()`."
             )
         self._end()
@@ -229,12 +230,14 @@ class PreemptionHandler(Watchdog):
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:
         notice = f"{cause.what} to {cause.worker}"
+        problem, stands = "no checkpoint could be saved", None
         try:
-            stands = self._save(cause, logs)
+            saved = self._save(cause, logs)
+            problem = "the workers could not wait for each other before they exit"
             self._agreement.barrier("leaving", _EXIT_BARRIER_S)
+            stands = saved
         except DistplugError as error:
-            stands = None
-            announce(f"{notice}: no checkpoint could be saved: {error}")
+            announce(f"{notice}: {problem}: {error}")
         what = "no new checkpoint" if stands is None else f"the checkpoint of step {stands}"
         report(PreemptedEvent(cause.what, cause.worker, cause.is_user, stands))
         if self._role.is_chief:

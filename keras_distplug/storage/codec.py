@@ -416,7 +416,9 @@ def _flatten(variable: VariableSpec, value: Any) -> np.ndarray:
     """Returns the elements of a value as a flat array in this machine's byte order."""
     array = np.asarray(value)
     if (array.shape, array.dtype.name) != (variable.shape, variable.dtype):
-        received = VariableSpec(variable.key, array.shape, array.dtype.name)
-        raise ValueError(f"Expected `{variable}`. Received: `{received}`")
+        raise ValueError(
+            f"Expected a value of shape {list(variable.shape)} and dtype {variable.dtype} for "
+            f"`{variable.key}`. Received: shape {list(array.shape)} and dtype {array.dtype.name}."
+        )
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return np.ascontiguousarray(native).reshape(-1)

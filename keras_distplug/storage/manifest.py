@@ -139,7 +139,7 @@ class Manifest:
         try:
             return _from_body(body)
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpointError(f"{source} is not a manifest: {error!r}") from error
+            raise CorruptCheckpointError(f"{source} is not a valid manifest: {error!r}") from error
 
 
 def first_difference(

@@ -206,6 +206,6 @@ def read_run(files: Files, name: str) -> Run:
         return Run(name, record)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is damaged: {error!r}. Pass resume=False to start a new run "
-            "alongside it, or restore the file from a copy."
+            f"{files.where(path)} is damaged: {error}. Pass resume=False to start a new run "
+            "alongside it, or restore the file from a backup."
         ) from error

@@ -31,7 +31,7 @@ def unseal(text: str | bytes) -> dict[str, Any]:
     try:
         body = json.loads(text)
         if not isinstance(body, dict) or _SEAL not in body:
-            raise ValueError("it is not an object with a digest")
+            raise ValueError("it is not a JSON object with a checksum")
         digest = body.pop(_SEAL)
         if digest != compute_digest(body):
             raise ChangedError("it was changed after it was written")

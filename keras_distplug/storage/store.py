@@ -421,7 +421,7 @@ class CheckpointStore:
         there = sum(shard.bytes for shard in manifest.shards)
         if wanted > there:
             raise CorruptCheckpointError(
-                f"The manifest of {self.where(name)} declares variables of {wanted} bytes, but its "
+                f"The manifest of {self.where(name)} declares {wanted} bytes of variables, but its "
                 f"files contain only {there} bytes."
             )
 

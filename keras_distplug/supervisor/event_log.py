@@ -58,8 +58,8 @@ class EventLog:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             except OSError as error:
                 raise ConfigurationError(
-                    f"The log {path} cannot be written: {error.strerror}. Give --log a file in a "
-                    "folder that exists."
+                    f"The log {path} cannot be written: {error.strerror}. Give --log a file in an "
+                    "existing, writable folder."
                 ) from error
 
     def ask(self, place: Callable[[], Place | None]) -> None:

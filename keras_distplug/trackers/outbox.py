@@ -145,14 +145,14 @@ class Outbox:
                 pause_s = min(2 * pause_s, _MOST_AGAIN_SECS)
             else:
                 if has_failed:
-                    announce(f"{self._tracker.name} receives metrics again.")
+                    announce(f"{self._tracker.name} is receiving metrics again")
                 return True
 
     def _report(self, error: BaseException) -> None:
         why = f"{type(error).__name__}: {error}"
         announce(
-            f"{self._tracker.name} does not receive the metrics of this training; retrying while "
-            f"training continues: {why}"
+            f"{self._tracker.name} is not receiving the metrics of this run ({why}); retrying "
+            "while training continues"
         )
         reporting.report(TrackerFailed(self._tracker.name, why))
 
@@ -236,19 +236,19 @@ def require_trackers(trackers: object) -> tuple[Tracker, ...]:
         if missing or isinstance(each, type | str):
             shown = repr(each) if isinstance(each, str) else type(each).__name__
             raise ConfigurationError(
-                "Expected `trackers` to be a list of trackers, such as "
-                "[keras_distplug.WandbTracker(project='mnist')] or an object with the methods of "
-                f"keras_distplug.trackers.Tracker. Received: {shown}"
+                "Expected every item of `trackers` to be a tracker, such as "
+                "keras_distplug.WandbTracker(project='mnist') or another object with the methods "
+                f"of keras_distplug.trackers.Tracker. Received: {shown}"
             )
         if not _NAME.fullmatch(each.name):
             raise ConfigurationError(
-                "Expected a tracker's name to be lowercase letters, digits, `_` or `-`. "
+                "Expected a tracker's `name` to consist of lowercase letters, digits, `_` and `-`. "
                 f"Received: {each.name!r}"
             )
     names = [each.name for each in given]
     if len(set(names)) < len(names):
         raise ConfigurationError(
-            f"Expected trackers with different names. Received: {', '.join(names)}. For a second "
-            "tracker of a class, derive from it and give that another `name`."
+            f"Expected trackers with different names. Received: {', '.join(names)}. To use "
+            "two trackers of a class, give a subclass of it a different `name`."
         )
     return given

@@ -268,7 +268,7 @@ ROWS: dict[str, Row] = {
     "layers that are trained": Row(
         SCRIPT,
         Script(),
-        "the trained variables have changed since the checkpoint",
+        "other variables are trained than at the checkpoint",
         first=Script(trains_all=False),
     ),
     "`keras.utils.set_random_seed`": Row(

@@ -133,7 +133,12 @@ def test_value_that_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(lost_logs, "announce", announced.append)
     with pytest.raises(small.Interrupted):
         fit(now, backup(tmp_path), small.Stop(2, 1))
-    assert "\n".join(announced).count("the log 'extra' holds a date, which cannot be saved") == 1
+    assert (
+        "\n".join(announced).count(
+            "the entry 'extra' of `logs` has a value of type date, which cannot"
+        )
+        == 1
+    )
     assert fit(now, backup(tmp_path))["extra"] == [None, None, now(2)]
 
 

@@ -84,7 +84,9 @@ def test_time_out() -> None:
 def test_lost_worker() -> None:
     """A lost worker is distinguished from a slow one."""
     other = Channel(OTHER, Memory())
-    with pytest.raises(AgreementError, match="all workers at 'finished' and lost another worker"):
+    with pytest.raises(
+        AgreementError, match="all workers to reach 'finished' and lost another worker"
+    ):
         other.barrier("finished")
 
 

@@ -339,7 +339,7 @@ def test_same_index_twice() -> None:
     errors = outcomes(meet(first), meet(worker), meet(at(worker, 1, f"127.0.0.1:{port}")))
     for error in errors:
         assert isinstance(error, ClusterError)
-        assert "Two processes are worker-1" in str(error)
+        assert "Two processes claim to be worker-1" in str(error)
 
 
 def test_own_address_may_differ() -> None:

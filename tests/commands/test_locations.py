@@ -150,7 +150,7 @@ def test_no_near_miss(tmp_path: Path, say: Say) -> None:
     (tmp_path / "data").mkdir()
     code, printed = say("ls", tmp_path / "runs")
     assert code == 3
-    assert "Pass the directory that was passed to training" in printed
+    assert "Pass the directory that the training was given" in printed
 
 
 @pytest.mark.parametrize("command", ["show", "verify", "prune"])

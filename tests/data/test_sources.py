@@ -222,7 +222,7 @@ def test_dataset_that_cannot_be_inspected(monkeypatch: pytest.MonkeyPatch) -> No
     data = Positioned(source)
     data.begin_at(1, 2)
     assert a_pass(data, strategy) == expected[1][2:]
-    with pytest.warns(UserWarning, match="read in this process before"):
+    with pytest.warns(UserWarning, match="already iterated over in this process"):
         a_pass(Positioned(sources.TfData(source.whole)), strategy)
 
 

@@ -113,7 +113,7 @@ def test_damaged(files: Files, length: int) -> None:
     made = incident()
     whole = b"".join(incident_files.encode(made, np.arange(4)))
     files.create(made.path, [whole[:length]])
-    what = "was changed" if length < 0 else "is not the file of an incident"
+    what = "was changed" if length < 0 else "is not a valid incident file"
     with pytest.raises(CorruptCheckpointError, match=f"{made.name} {what}"):
         incident_files.read(files)
 

@@ -357,6 +357,8 @@ def test_supervisor_that_is_gone() -> None:
 
 def test_unsupervised() -> None:
     found = judge([worker()], END + 100)
-    assert found.recovery.startswith("no: no supervisor is running. The same command starts again from")
+    assert found.recovery.startswith(
+        "no: no supervisor is running. The same command starts again from"
+    )
     assert found.lost == "at least 300 steps (there is no checkpoint)"
     assert "alive" in found.advice

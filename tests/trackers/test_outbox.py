@@ -181,8 +181,8 @@ def test_tracker_that_fails(tmp_path: Path, heard: Heard, caplog: pytest.LogCapt
     end_all([sent], Outcome.FINISHED)
     assert tracker.steps == [1, 2, 3]
     assert heard.events == [events.TrackerFailed("recorded", "ConnectionError: no route to host")]
-    assert "recorded does not receive the metrics of this training" in caplog.text
-    assert "recorded receives metrics again" in caplog.text
+    assert "recorded is not receiving the metrics of this run" in caplog.text
+    assert "recorded is receiving metrics again" in caplog.text
 
 
 def test_server_that_is_down(

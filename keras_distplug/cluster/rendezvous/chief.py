@@ -88,7 +88,7 @@ class Chief:
             if now - max(self._since[each] for each in rivals) > _PATIENCE_SECS:
                 first, second = (self._hellos[each] for each in rivals[:2])
                 raise ClusterError(
-                    f"Two processes are {second.name}: {first.where}, and {second.where}. "
+                    f"Two processes claim to be {second.name}: {first.where}, and {second.where}. "
                     "Expected every process to have its own index. Check 'task' in TF_CONFIG, and "
                     "whether a process of an earlier start is still running."
                 )
@@ -312,9 +312,9 @@ def _require_same_versions(chiefs: Hello, other: Hello) -> None:
     for package, version in chiefs.versions.items():
         if other.versions.get(package) != version:
             raise ClusterError(
-                f"{chiefs.name} runs {package} {version}, {other.name} "
-                f"{other.versions.get(package)} ({other.where}). Expected the same version on all "
-                "workers."
+                f"Expected the same version of {package} on all workers. Received: {version} on "
+                f"{chiefs.name}, and {other.versions.get(package, 'none')} on {other.name} "
+                f"({other.where}). Install the same version on all of them."
             )
 
 

@@ -161,8 +161,8 @@ def _bad_node_list(text: str) -> ClusterError:
 def _variable(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise ClusterError(
-            f"This is a Slurm step of several tasks, but {name} is not set. Start the script with "
-            "srun itself, or set TF_CONFIG."
+            f"This is a Slurm step with several tasks, but {name} is not set. Start the script "
+            "directly with srun, or set TF_CONFIG."
         )
     return environ[name]
 
