@@ -396,7 +396,7 @@ def test_unusable_arguments(tmp_path: Path) -> None:
         kd.PreemptionHandler(grace_secs=-1)
     with pytest.raises(ConfigurationError, match="no SLURM_JOB_ID"):
         kd.PreemptionHandler(requeue=True)
-    with pytest.raises(ConfigurationError, match=r"needs a keras_distplug\.BackupAndRestore"):
+    with pytest.raises(ConfigurationError, match=r"Expected a keras_distplug\.BackupAndRestore"):
         small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.PreemptionHandler()])
 
 
