@@ -89,5 +89,5 @@ class RunKeeper(Watchdog, abc.ABC):
 
 
 def keeper_among(callbacks: Sequence[keras.callbacks.Callback]) -> RunKeeper | None:
-    """Returns the first `RunKeeper` among `callbacks`; None if there is none."""
+    """Returns the first `RunKeeper` among `callbacks`, or None."""
     return next((each for each in callbacks if isinstance(each, RunKeeper)), None)

@@ -87,7 +87,7 @@ def verdict(
         now: Seconds since 1970.
         attempts: As from `goodput_totals.attempts`.
         spans: As from `goodput_totals.spans`.
-        checkpoint: The newest committed checkpoint, with its `step`; None if there is none.
+        checkpoint: The newest committed checkpoint, with its `step`, or None.
         place: The place of the run, for command lines.
         delay_secs: How much later than written a line can be read; more than 0 in a remote store.
     """

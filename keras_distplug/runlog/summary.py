@@ -90,7 +90,7 @@ class Judged:
         end: Its end.
         attempts: All attempts.
         saved: All checkpoints.
-        last_checkpoint: The newest one that was verified; None if there is none.
+        last_checkpoint: The newest one that was verified, or None.
         newer_checkpoint: The newest one, if that is another one.
     """
 

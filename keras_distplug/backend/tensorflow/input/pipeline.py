@@ -153,7 +153,7 @@ class Pipeline:
 
     @property
     def bound_to_batches(self) -> str | None:
-        """The title of the step that prevents skipping single samples; None if there is none."""
+        """The title of the step that prevents skipping single samples, or None."""
         cut = self._cut()
         return None if cut.batches else (*cut.ordering, cut.at)[0].title
 

@@ -19,7 +19,7 @@ def attach(owner: object, value: object) -> None:
 
 
 def attached(owner: object, kind: type[Kind]) -> Kind | None:
-    """Returns the attached object of this class; None if there is none."""
+    """Returns the attached object of this class, or None."""
     found: Kind | None = vars(owner).get(ATTACHED, {}).get(kind)
     return found
 

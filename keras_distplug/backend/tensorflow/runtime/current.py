@@ -11,7 +11,7 @@ Kind = TypeVar("Kind")
 
 
 class Current(threading.local, Generic[Kind]):
-    """The current object of this thread; None if there is none."""
+    """The current object of this thread, or None."""
 
     now: Kind | None = None
 

@@ -30,7 +30,7 @@ class Whereabouts:
     Args:
         line: The line of user code that it runs within `fit`, such as `"train.py:31 in load"`;
             None if it runs none.
-        input_line: The line of user code in a thread that produces input; None if there is none.
+        input_line: The line of user code in a thread that produces input, or None.
         awaits: `"input"` if it waits for input, `"others"` if it waits for other workers outside a
             step; None if neither is visible. Steps that fetch their own input, as Keras' do before
             3.16, hide that they wait for it.
