@@ -129,7 +129,7 @@ def _get_shape(part: Any) -> _Shape | None:
 
 
 def _specs(data: Any, shapes: Sequence[_Shape | None]) -> Any:
-    """Returns the request for a batch like `data` with other shapes, or None."""
+    """Returns the specs of a batch like `data` with other shapes, or None."""
     parts = tf.nest.flatten(data)
     if len(parts) != len(shapes):
         return None
