@@ -236,7 +236,7 @@ def test_beyond_the_end() -> None:
 def test_fingerprints_of_two_processes() -> None:
     """The same script has the same fingerprint, whatever its strategy and its process."""
     code = (
-        "import json; from training import inputs;"
+        "import json; from data import inputs;"
         "print('FOUND' + json.dumps({n: m().fingerprint() for n, m in inputs.SOURCES.items()}))"
     )
     found = []
