@@ -141,8 +141,8 @@ def global_batch(per_replica: int, strategy: tf.distribute.Strategy | None = Non
     """
     if isinstance(per_replica, bool) or not isinstance(per_replica, int) or per_replica < 1:
         raise ConfigurationError(
-            "Expected `per_replica` to be a number of samples, at least 1. Received: "
-            f"{per_replica!r}"
+            "Expected `per_replica`, the samples of a replica, to be a Python int of at least 1. "
+            f"Received: {per_replica!r}"
         )
     return per_replica * _replicas(strategy)
 

@@ -90,7 +90,9 @@ def rebuilt(
         DistplugError: As from `save_rebuilt`.
     """
     if tf.distribute.has_strategy():
-        raise ConfigurationError("Export outside the scope of any strategy.")
+        raise ConfigurationError(
+            "A model cannot be exported within the scope of a strategy. Call this outside of it."
+        )
     with models.random_state_kept():
         model = _rebuilt(architecture, manifest)
         _fill(model, manifest, values, by_path=False)

@@ -54,8 +54,8 @@ def prepare(
         call = signature.bind(*data, **named)
     except TypeError as error:
         raise ConfigurationError(
-            f"Expected the arguments of {name}{signature}, to which `distributed_fit` passes its "
-            f"own. Received: {', '.join(_shown(x, y, named))}: {error}."
+            f"`distributed_fit` passes its arguments on to {name}{signature}, which "
+            f"does not accept them: {error}. Received: {', '.join(_shown(x, y, named))}"
         ) from error
     return functools.partial(model.fit, *call.args, **call.kwargs)
 

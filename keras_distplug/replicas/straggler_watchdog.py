@@ -82,7 +82,8 @@ class StragglerWatchdog(Watchdog):
         require_ints(1, every_steps=every_steps, windows=windows)
         if not 0 < threshold < 1:
             raise ConfigurationError(
-                f"Expected `threshold` to be a number between 0 and 1. Received: {threshold!r}"
+                "Expected `threshold` to be greater than 0 and less than 1. Received: "
+                f"{threshold!r}"
             )
         self.every_steps = every_steps
         self.windows = windows

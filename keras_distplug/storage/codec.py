@@ -356,7 +356,9 @@ def _pieces(header: bytes, size: int, buffers: Buffers, source: str) -> list[tup
         if offset != size:
             raise ValueError(f"it declares arrays of {offset} bytes, but they have {size} bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{source} is not a safetensors file: {error}") from error
+        raise CorruptCheckpointError(
+            f"{source} is not a valid safetensors file of this checkpoint: {error!r}"
+        ) from error
     return pieces
 
 

@@ -66,8 +66,8 @@ class AwsNotices:
             reply = request(url, headers, self._timeout_s, method="PUT")
         except MetadataError as error:
             raise MetadataError(
-                f"{error} In a container, the instance's HttpPutResponseHopLimit must be at least "
-                "2."
+                f"{error}. In a container, the instance's HttpPutResponseHopLimit must be at "
+                "least 2."
             ) from error
         if reply.status != 200 or not re.fullmatch("[!-~]+", reply.text):
             raise reply.is_not("a token")
