@@ -349,7 +349,8 @@ def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise DataError(
             "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a torch DataLoader, a "
-            "generator, a function that returns one, or (nested) arrays. Received: x of type "
+            "generator, a function that returns one, or (nested) arrays, and `y` and "
+            "`sample_weight` to be (nested) arrays. Received: x of type "
             f"{type(x).__name__}: {error}"
         ) from error
     sizes = {array.shape[0] if array.ndim else None for array in keras.tree.flatten(arrays)}
@@ -375,7 +376,10 @@ def _without_lists(value: Any) -> Any:
 def _as_array(value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype == object and not all(isinstance(each, str | bytes) for each in array.flat):
-        raise TypeError(f"{type(value).__name__} cannot be converted to an array of numbers")
+        raise TypeError(
+            f"a value of type {type(value).__name__} is neither an array of numbers nor of texts; "
+            "its dtype is object"
+        )
     # Keras computes in floatx and casts on entry.
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 

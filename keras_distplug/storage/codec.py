@@ -357,7 +357,7 @@ def _pieces(header: bytes, size: int, buffers: Buffers, source: str) -> list[tup
             raise ValueError(f"it declares arrays of {offset} bytes, but they have {size} bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{source} is not a valid safetensors file of this checkpoint: {error!r}"
+            f"{source} is not a valid safetensors file of this checkpoint: {error}"
         ) from error
     return pieces
 

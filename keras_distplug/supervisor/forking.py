@@ -272,7 +272,9 @@ def _rewrite_marks(environ: Mapping[str, str]) -> None:
             new = f"{name}={environ[name]}".encode()
             old = re.search(rb"(?<![^\0])%s=[^\0]*" % name.encode(), block)
             if old is None or len(old[0]) != len(new):
-                raise RuntimeError(f"the environment has no place for {name}")
+                raise RuntimeError(
+                    f"{name} is missing in the fork server's environment, or has another length"
+                )
             memory.seek(start + old.start())
             memory.write(new)
     shown = Path("/proc/self/environ").read_bytes().split(b"\0")

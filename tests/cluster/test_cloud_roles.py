@@ -131,9 +131,12 @@ def test_sagemaker() -> None:
 @pytest.mark.parametrize(
     ("environ", "complaint"),
     [
-        (sagemaker(None, "algo-1", "algo-2"), "SM_CURRENT_HOST must be one of SM_HOSTS"),
+        (sagemaker(None, "algo-1", "algo-2"), "SM_CURRENT_HOST must be in SM_HOSTS exactly once"),
         (sagemaker("algo-3", "algo-1", "algo-2"), "'algo-3'; SM_HOSTS has 'algo-1', 'algo-2'"),
-        (sagemaker("algo-1", "algo-1", "algo-1"), "SM_CURRENT_HOST must be one of SM_HOSTS"),
+        (
+            sagemaker("algo-1", "algo-1", "algo-1"),
+            "SM_CURRENT_HOST must be in SM_HOSTS exactly once",
+        ),
         (sagemaker("algo-1"), "SM_HOSTS must be a JSON list of host names"),
         ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, "SM_HOSTS must be a JSON list"),
         ({"SM_HOSTS": "[1, 2]", "SM_CURRENT_HOST": "1"}, "SM_HOSTS must be a JSON list"),

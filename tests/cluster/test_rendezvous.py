@@ -209,7 +209,7 @@ def test_different_versions() -> None:
     errors = outcomes(meet(first), meet(worker), meet(other, {"Keras": "3.14.0"}))
     for error in errors:
         assert isinstance(error, ClusterError)
-        assert "runs Keras 3.15.1, worker-2" in str(error)
+        assert "the same version of Keras on all workers. Received: 3.15.1 on" in str(error)
         assert "3.14.0" in str(error)
 
 

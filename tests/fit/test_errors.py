@@ -178,7 +178,14 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
     refuse(DataError, "holds no samples", model, X[:0], Y[:0])
     refuse(DataError, "type object", model, object())
     refuse(DataError, "type NoneType", model)
-    refuse(DataError, "leaves no samples", model, X, Y, validation_split=0.99)
+    refuse(
+        DataError,
+        "leave samples for training and for validation",
+        model,
+        X,
+        Y,
+        validation_split=0.99,
+    )
     for given in ({"x": X, "y": Y, "batch_size": 1}, {"x": dataset.batch(1)}):
         match = "batches of 1 samples for 2 replicas. Use batches of at least 2"
         refuse(DataError, match, model, strategy=mirrored, **given)
@@ -339,6 +346,6 @@ def test_separate_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     hosts = {"worker": ["localhost:1", "localhost:2"]}
     task = {"type": "worker", "index": 1}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": hosts, "task": task}))
-    with pytest.raises(ConfigurationError, match=r"TF_CONFIG has 2 workers.*without a strategy"):
+    with pytest.raises(ConfigurationError, match=r"TF_CONFIG lists 2 workers.*without a strategy"):
         small.model().fit(X, Y, verbose=0, callbacks=[kd.BackupAndRestore(tmp_path)])
     assert list(tmp_path.iterdir()) == []

@@ -301,5 +301,7 @@ def test_what_a_share_splits() -> None:
 def test_value_that_changed_its_shape() -> None:
     """A value that does not match its spec is rejected by name."""
     pieces = codec.share(codec.make_specs({"x": np.zeros(3)}), 0, 1)
-    with pytest.raises(ValueError, match=r"Expected `x \[3\] float64`. Received: `x \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"shape \[3\] and dtype float64 for `x`. Received: shape \[4\]"
+    ):
         list(codec.encode(pieces, {"x": np.zeros(4)}))

@@ -39,9 +39,12 @@ def from_pod(environ: Mapping[str, str]) -> Role:
     pattern = environ[ADDRESS]
     addresses = tuple(pattern.replace(_PLACE, str(number)) for number in range(workers))
     if _PLACE not in pattern or not all(map(is_address, addresses)):
+        received = shown(pattern)
+        if _PLACE in pattern:
+            received = f"{shown(addresses[0])}, with 0 in the place of {_PLACE}"
         raise ClusterError(
             f"{ADDRESS} must be 'host:port' with {_PLACE} in it, such as "
-            f"'digits-worker-0-{_PLACE}.digits:2222'. Received: {shown(pattern)}."
+            f"'digits-worker-0-{_PLACE}.digits:2222'. Received: {received}."
         )
     return Role("worker", index, {"worker": addresses}, "Kubernetes")
 

@@ -36,9 +36,10 @@ def from_hosts(environ: Mapping[str, str]) -> Role:
     here = environ.get("SM_CURRENT_HOST", "")
     if hosts.count(here) != 1:
         raise ClusterError(
-            f"SM_CURRENT_HOST must be one of SM_HOSTS. Received: {shown(here)}; SM_HOSTS has "
-            f"{', '.join(map(shown, hosts))}. Set it, or TF_CONFIG, or unset SM_HOSTS to train in "
-            "a single process."
+            "SM_CURRENT_HOST must be in SM_HOSTS exactly once. Received: "
+            f"{shown(here) if here else 'nothing'}; SM_HOSTS has {', '.join(map(shown, hosts))}. "
+            "Set SM_CURRENT_HOST to the name of this host, or set TF_CONFIG, or unset SM_HOSTS to "
+            "train in a single process."
         )
     addresses = tuple(f"{host}:{_PORT}" for host in hosts)
     return Role("worker", hosts.index(here), {"worker": addresses}, "SageMaker")
