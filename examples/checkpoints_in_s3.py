@@ -8,9 +8,10 @@
     pip install 'moto[server]'
     python examples/checkpoints_in_s3.py          # with a local S3 server, in this process's memory
 
-trains a small network on handwritten digits for three epochs, discards it, and resumes from the
-store for three more: only the bucket's contents remain of the first training. Keys are read from
-the same places as by Amazon's own tools: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws.
+trains a small network on handwritten digits for three epochs, in a process that then ends, and
+resumes from the store for three more in another one: only the bucket's contents remain of the first
+training. Keys are read from the same places as by Amazon's own tools: AWS_ACCESS_KEY_ID and
+AWS_SECRET_ACCESS_KEY, ~/.aws.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ def train(url: str, options: Mapping[str, str], epochs: int) -> None:
 
 
 def main(url: str, options: Mapping[str, str]) -> int:
-    train(url, options, epochs=3)
-    train(url, options, epochs=6)  # a new model, which resumes from the checkpoint in the bucket
+    endpoint = [f"--endpoint={each}" for each in options.values()]
+    for epochs in (3, 6):  # the second process resumes from the checkpoint in the bucket
+        command = [sys.executable, __file__, "--url", url, "--epochs", str(epochs), *endpoint]
+        subprocess.run(command, check=True)
     command = [sys.executable, "-m", "keras_distplug", "ls", url]  # `keras-distplug ls URL`
     return subprocess.run([*command, "--storage-options", json.dumps(options)]).returncode
 
@@ -99,13 +102,17 @@ if __name__ == "__main__":
     parser.add_argument(
         "--endpoint", metavar="URL", help="the endpoint of a store other than Amazon's"
     )
+    parser.add_argument("--epochs", type=int, help="train once, for this many epochs")
     arguments = parser.parse_args()
-    if arguments.endpoint and not arguments.url:
-        parser.error("--endpoint requires --url, the folder in that store")
+    if (arguments.endpoint or arguments.epochs) and not arguments.url:
+        parser.error("--endpoint and --epochs require --url, the folder in the store")
     with ExitStack() as stack:
         if arguments.url:
             place = arguments.url
             given = {"endpoint_url": arguments.endpoint} if arguments.endpoint else {}
+            if arguments.epochs:
+                train(place, given, arguments.epochs)
+                sys.exit()
         else:
             place, given = stack.enter_context(local_s3())
         sys.exit(main(place, given))
