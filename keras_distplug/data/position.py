@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -24,6 +24,16 @@ class Variable(Protocol):
     def assign(self, value: Any, *, in_pass: bool) -> None:
         """Restores a value from `read`: from the start of a pass, to continue within the pass, or
         from any other time."""
+        ...
+
+
+@runtime_checkable
+class ChangesInPass(Protocol):
+    """A `Variable` that may change within a pass, for example at the end of an epoch."""
+
+    def read_in_pass(self, started: Any) -> Any:
+        """Returns the value to continue within the pass, JSON-able; `started` is the value at its
+        start."""
         ...
 
 
@@ -177,7 +187,13 @@ class Positioned(readers.LateDistributedDataset):
         Args:
             in_pass: True for those of the current pass, False for those of the next one.
         """
-        return self._started_with if in_pass else [each.read() for each in self.source.variables]
+        if not in_pass:
+            return [each.read() for each in self.source.variables]
+        started = zip(self.source.variables, self._started_with, strict=False)
+        return [
+            each.read_in_pass(value) if isinstance(each, ChangesInPass) else value
+            for each, value in started
+        ]
 
     def assign(self, variables: Sequence[Any], *, in_pass: bool) -> None:
         """Restores the values from `variables`."""

@@ -118,7 +118,11 @@ class PyData(Source):
             return list(np.random.default_rng([self._seed, passed]).permutation(count))
         order = list(range(count))
         if self._epochs.ended is not None:
-            random.Random(self._epochs.ended if epoch is None else epoch).shuffle(order)
+            if epoch is None:
+                # Like Keras: once the first batch is requested, which may be an epoch later than
+                # the iterator was made.
+                epoch = self._epochs.at_start = self._epochs.ended
+            random.Random(epoch).shuffle(order)
         else:
             (random if initial is None else random_states.python_generator(initial)).shuffle(order)
         return order
@@ -232,15 +236,20 @@ class _Epochs:
         self.ended = ended
         self.at_start = ended  # at the start of the current pass
 
-    def read(self) -> int | None:
+    def read(self) -> Any:
         return self.ended
+
+    def read_in_pass(self, started: Any) -> Any:
+        # With steps_per_epoch, epochs end within a pass.
+        return None if self.ended is None else [self.at_start, self.ended]
 
     def assign(self, value: Any, *, in_pass: bool) -> None:
         if value is None or self.ended is None:
             return  # saved by a Keras version that draws orders in the other way
+        start, ended = value if isinstance(value, list) else (value, value)
         if in_pass:
-            self.at_start = value
-        self.ended = max(self.ended, value)
+            self.at_start = start
+        self.ended = max(self.ended, ended)
 
 
 class _Rest(keras.utils.PyDataset):  # type: ignore[misc]

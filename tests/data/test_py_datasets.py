@@ -330,3 +330,15 @@ def test_draws_in_several_workers(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     model = small.model()
     model.fit(Noisy(workers=2), epochs=1, verbose=0, callbacks=[backup(tmp_path)])
     assert "Noisy draws random numbers in 2 workers concurrently" in caplog.text
+
+
+def test_epochs_that_end_within_a_pass() -> None:
+    """With `steps_per_epoch`, Keras 3.16 draws the next order from the epochs that have ended."""
+    epochs = python_sources._Epochs(0)
+    started = epochs.read()
+    epochs.ended = 2
+    for _ in range(2):  # the second time, within the same pass
+        resumed = python_sources._Epochs(0)
+        resumed.assign(epochs.read_in_pass(started), in_pass=True)
+        assert (resumed.at_start, resumed.ended) == (0, 2)
+        epochs = resumed
