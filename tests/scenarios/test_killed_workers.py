@@ -167,8 +167,10 @@ def test_crash_loop(tmp_path: Path) -> None:
     """
     always = fault.error(0, at_step=7, every_time=True)
     events, printed = run_supervised(tmp_path, 1, [], "distributed_fit", always, ends_with=93)
-    assert [each.index for each in fault.fired(tmp_path)] == [0] * 4
-    assert first_causes(events) == [("worker-0", "FAILED", 1)] * 4
+    fired = [each.index for each in fault.fired(tmp_path)]
+    # One more if the first attempt fails before its checkpoint is committed, on a busy machine.
+    assert fired in ([0] * 4, [0] * 5)
+    assert first_causes(events) == [("worker-0", "FAILED", 1)] * len(fired)
     assert events[-1]["exit_code"] == 93
     assert "RuntimeError: requested by the test" in printed
     assert "3 consecutive attempts without a newer checkpoint (--max-without-progress)" in printed
