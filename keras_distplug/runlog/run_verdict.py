@@ -175,7 +175,7 @@ def _lost(
     is_exact = all(attempt.lost_is_exact for attempt in attempts)
     past = f"{_count(before, 'step')} in {_count(restarts, 'restart')}"
     if not is_exact:
-        past = f"at least {past}"
+        past = f"at least {past}" if before else f"not known in {_count(restarts, 'restart')}"
     if redone_s >= 1:
         past += f" ({redone_s:.0f} s trained twice)"
     if run.chief is None:
