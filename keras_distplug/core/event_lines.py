@@ -7,13 +7,14 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_distplug.core.events import VERSION, Entry, Event, ReplicaTimes, Window, get_name
 from keras_distplug.core.hints import require_types
 
-_YEAR_9999, _MAX_MEASURED = 253_402_300_799, 1e15
+_YEAR_9999, _MAX_MEASURED, _LARGEST_FLOAT = 253_402_300_799, 1e15, sys.float_info.max
 _MAX_REASON_CHARS = 200  # longest error message, in characters
 _HUGE = re.compile(rb"\d{200}")  # a sum of such numbers may exceed the largest float
 
@@ -42,7 +43,7 @@ def from_line(line: bytes) -> Entry | None:
     try:
         if _HUGE.search(line):
             raise ValueError("a number has 200 digits or more")
-        fields = json.loads(line, parse_constant=_refuse, parse_float=_number)
+        fields = _DECODER.decode(line.decode())
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
         return _entry(fields)
@@ -61,6 +62,9 @@ def _entry(fields: Mapping[str, Any]) -> Entry | None:
     kind = Event.kinds.get(fields["event"])
     if kind is None:
         return None
+    for name, value in fields.items():
+        if value.__class__ is not str and _is_excessive(value, _limit(name)):
+            raise ValueError(f"`{name}` has an impossible value")
     values = _known_fields(kind, fields)
     if kind is Window:
         values["replicas"] = tuple(map(_of_replica, fields.get("replicas", ())))
@@ -70,8 +74,6 @@ def _entry(fields: Mapping[str, Any]) -> Entry | None:
     require_types(entry)
     if not 0 <= entry.at <= _YEAR_9999:
         raise ValueError(f"`at` is not a valid time: {entry.at:g}")
-    if strange := [name for name, value in fields.items() if not _is_plausible((name, value))]:
-        raise ValueError(f"`{strange[0]}` has an impossible value")
     return entry
 
 
@@ -96,24 +98,30 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is too large")
-    return value
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _is_plausible(field: tuple[str, Any]) -> bool:
-    """Returns False for impossible times and sizes, whose sums could overflow."""
-    name, value = field
-    if isinstance(value, Mapping):
-        return all(
-            _is_plausible((name if name == "secs" else key, each)) for key, each in value.items()
-        )
-    if isinstance(value, list):
-        return all(_is_plausible((name, each)) for each in value)
+@functools.lru_cache(maxsize=1024)  # lines may have any names
+def _limit(name: str) -> float:
+    """Returns the largest number that a field may have, so that sums of times cannot overflow."""
     is_measured = name == "secs" or name.endswith(("_secs", "_s", "_bytes"))
-    return not (is_measured and isinstance(value, int | float)) or abs(value) <= _MAX_MEASURED
+    return _MAX_MEASURED if is_measured else _LARGEST_FLOAT
+
+
+def _is_excessive(value: Any, limit: float) -> bool:
+    """Returns True if `value` has a number beyond its limit, or one too large for a float."""
+    kind = value.__class__
+    if kind is float or kind is int:
+        return not -limit <= value <= limit
+    if kind is dict:
+        for key, each in value.items():
+            if _is_excessive(each, min(limit, _limit(key))):
+                return True
+    elif kind is list:
+        for each in value:
+            if _is_excessive(each, limit):
+                return True
+    return False
 
 
 def _of_replica(fields: Mapping[str, Any]) -> ReplicaTimes:
@@ -125,16 +133,16 @@ def _of_replica(fields: Mapping[str, Any]) -> ReplicaTimes:
 def _known_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those fields of a line that the class has."""
     names = _field_names(kind)
-    return {name: _frozen(value) for name, value in fields.items() if name in names}
+    return {
+        name: tuple(value) if value.__class__ is list else value
+        for name, value in fields.items()
+        if name in names
+    }
 
 
 @functools.cache
 def _field_names(kind: type) -> frozenset[str]:
     return frozenset(each.name for each in dataclasses.fields(kind))
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _finite(value: Any) -> Any:
