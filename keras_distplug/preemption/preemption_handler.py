@@ -230,24 +230,24 @@ class PreemptionHandler(Watchdog):
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:
         notice = f"{cause.what} to {cause.worker}"
-        problem, stands = "no checkpoint could be saved", None
+        problem, saved, is_together = "no checkpoint could be saved", None, False
         try:
             saved = self._save(cause, logs)
             problem = "the workers could not wait for each other before they exit"
             self._agreement.barrier("leaving", _EXIT_BARRIER_S)
-            stands = saved
+            is_together = True
         except DistplugError as error:
             announce(f"{notice}: {problem}: {error}")
-        what = "no new checkpoint" if stands is None else f"the checkpoint of step {stands}"
-        report(PreemptedEvent(cause.what, cause.worker, cause.is_user, stands))
+        what = "no new checkpoint" if saved is None else f"the checkpoint of step {saved}"
+        report(PreemptedEvent(cause.what, cause.worker, cause.is_user, saved))
         if self._role.is_chief:
             announce(f"{notice}: training ends with {what}; restart the script to resume")
-        if stands is not None and (supervised := Supervised.from_env()) is not None:
+        if saved is not None and (supervised := Supervised.from_env()) is not None:
             supervised.report(self._role.name, Phase.PREEMPTED)
         # Requeuing makes Slurm signal this process again, which must not end it before the
         # request is complete.
         if self._requeue is not None and not cause.is_user:
-            self._requeue_job(self._requeue, others_wait=stands is not None)
+            self._requeue_job(self._requeue, others_wait=is_together and saved is not None)
         earlier = [(n, self._watch.previous_handler(n)) for n in self._received if self._watch]
         self._end()
         for number, handler in earlier:

@@ -25,6 +25,7 @@ from support.slurm import FakeSlurm  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import saver  # noqa: E402
+from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import AgreementError, ConfigurationError, Preempted  # noqa: E402
 from keras_distplug.preemption import preemption_handler  # noqa: E402
 from keras_distplug.preemption.notices.notice import Notice  # noqa: E402
@@ -131,6 +132,26 @@ def test_preempted_by_signal(number: signal.Signals, recorder: Recorder, tmp_pat
     resumed = At(9, 9, fail)
     assert fit(tmp_path / "b", resumed) == expected
     assert (watched.seen[-1], resumed.seen[0]) == ((1, 1), (1, 2))
+
+
+def test_others_do_not_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A saved checkpoint is reported although the workers cannot wait for each other."""
+    stock = Channel.barrier
+
+    def barrier(self: Channel, topic: str, within_s: float | None = None) -> None:
+        if topic == "leaving":
+            raise AgreementError("worker-1 did not arrive")
+        stock(self, topic, within_s)
+
+    monkeypatch.setattr(Channel, "barrier", barrier)
+    with pytest.raises(Preempted, match=r"ended with the checkpoint of step 6\."):
+        fit(tmp_path, At(1, 1, fit_by(signal.SIGTERM)))
+    assert "before they exit: worker-1 did not arrive" in caplog.text
+    assert "no checkpoint could be saved" not in caplog.text
+    assert "training ends with the checkpoint of step 6" in caplog.text
+    assert any(path.name == "6" for path in tmp_path.rglob("*"))
 
 
 def test_preempted_between_epochs(tmp_path: Path) -> None:
