@@ -81,7 +81,7 @@ class RunKeeper(Watchdog, abc.ABC):
         for a save in progress. The state of other callbacks and `History` are not restored.
 
         Returns:
-            The step of the checkpoint; None if there is no checkpoint.
+            The step of the checkpoint; None without a checkpoint.
 
         Raises:
             CheckpointError: If a checkpoint cannot be read, or all are damaged.

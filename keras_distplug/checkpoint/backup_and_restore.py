@@ -209,7 +209,7 @@ class BackupAndRestore(RunKeeper):
 
         Raises:
             ConfigurationError: If the arguments do not allow an export, or the file exists.
-            NoCheckpointError: If there is no such checkpoint. With `delete_checkpoint=True`, none
+            NoCheckpointError: If the checkpoint does not exist. With `delete_checkpoint=True`, none
                 exists once training has finished.
             CorruptCheckpointError: If the checkpoint is damaged. No file is written then.
         """

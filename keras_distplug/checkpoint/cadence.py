@@ -1,4 +1,4 @@
-"""How often a checkpoint is made. Time is passed as an argument; nothing here reads a clock.
+"""The interval between checkpoints. Time is passed as an argument; nothing here reads a clock.
 
 A time-based cadence depends on one worker's clock, but all workers must save at the same step. So
 the first worker announces at which later step the workers check again, and at that step whether a
@@ -78,7 +78,7 @@ def get_cadence(
         is_near: True if saves go to a disk, not to a store.
 
     Raises:
-        ConfigurationError: If the value is none of the accepted ones.
+        ConfigurationError: If the value is not accepted.
     """
     match save_freq:
         case False:

@@ -124,7 +124,7 @@ class Compilation:
         values were restored. Its slots for variables that were trained before are kept.
 
         Returns:
-            A description of the changes; None if there are none.
+            A description of the changes; None without changes.
         """
         if _KEY not in how_built or self.matches_script(how_built):
             return None

@@ -44,7 +44,7 @@ def export(
         model: The model in training, if it exists already.
 
     Raises:
-        NoCheckpointError: If there is no such checkpoint.
+        NoCheckpointError: If the checkpoint does not exist.
         DistplugError: As from `storage.export.export`.
     """
     if model is None:

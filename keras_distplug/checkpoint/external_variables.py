@@ -146,7 +146,7 @@ class ExternalVariables:
 
             most = math.inf if is_eager else len(others)
             self._found = reachable.find(self._roots, is_wanted, most) if most else {}
-        # Without traces, there is no notification of new variables.
+        # Without traces, nothing reports new variables.
         found, self._found = self._found, self._found if self._touched.has_traces else None
         return found
 

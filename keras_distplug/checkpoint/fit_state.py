@@ -44,7 +44,7 @@ from keras_distplug.storage.meter import Meter
 
 
 class FitState:
-    """The state of one `fit`, from its `on_train_begin` to its end.
+    """The state of one `fit`, from its `on_train_begin` on.
 
     It counts the trained batches, so its methods named after Keras' hooks must be called in these,
     after all other callbacks.

@@ -1,4 +1,4 @@
-"""Ownership of a run's folder, which the chief holds from the start of a `fit` to its end."""
+"""Ownership of a run's folder, which the chief holds during a `fit`."""
 
 from __future__ import annotations
 

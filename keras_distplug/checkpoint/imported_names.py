@@ -28,7 +28,7 @@ class ImportedNames:
     """The names known in this process, as `trusted_config.Names` requires."""
 
     def kind(self, module: str, name: str) -> Kind | None:
-        """Returns the kind of an object of Keras; a private module counts only what it defines."""
+        """Returns the kind of an object of Keras; private modules count only their definitions."""
         found = _defined(module).get(name)
         if module.startswith("keras.src.") and getattr(found, "__module__", None) != module:
             return None

@@ -1,4 +1,4 @@
-"""Resumes a run from its newest checkpoint, and reports where it resumes."""
+"""Resumes a run from its newest checkpoint, and reports the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def restore_newest(
     prepare: Callable[[Candidate], None],
     continue_from: Callable[[Candidate], None],
 ) -> bool:
-    """Restores the newest checkpoint whose bytes match what was committed, if one exists.
+    """Restores the newest checkpoint whose bytes match the committed checksums, if one exists.
 
     A checkpoint is read only once, so values go into the model before they are verified. The
     previous values are kept by reference, and written back if the checkpoint is damaged.
@@ -69,7 +69,7 @@ def roll_back(state: FitState, candidates: Candidates) -> int | None:
 
 
 def resume_message(found: Candidate, files: Files, run: str, *, chief: str, epochs: int) -> str:
-    """Returns a message that says where a run resumes, or that it is finished.
+    """Returns a message with the step from which a run resumes, or that it is finished.
 
     Args:
         found: The checkpoint.
@@ -177,7 +177,7 @@ def new_run_message(files: Files, run: str, chief: str) -> str:
 
 
 def _describe_attempts(files: Files, run: str, chief: str, step: int) -> str:
-    """Returns the number of attempts and the lost steps as text; empty if there is no log."""
+    """Returns the number of attempts and the lost steps as text; empty without a log."""
     try:
         before = find_earlier_attempts(files, run, chief)
     except (CheckpointError, OSError) as error:

@@ -27,7 +27,7 @@ from keras_distplug.data.position import Positioned, is_own_part
 from keras_distplug.data.sources import SEEDS
 
 Facts = Mapping[str, str]
-"""What a worker is about to train, as texts by name."""
+"""The training that a worker is about to start, as texts by name."""
 
 _ARGUMENTS = (
     "epochs",
@@ -117,7 +117,7 @@ def of_fit() -> Facts:
         del data[CONTENTS]  # of all parts together
     holds_state = is_positioned and loop.dataset.source.holds_state
     if holds_state or loop.py_dataset is not None or loop.torch_loader is not None:
-        # An object may hold what it has drawn or read before. Every worker takes its own part.
+        # An object may hold values drawn or read before. Every worker takes its own part.
         data = {name: each for name, each in data.items() if not name.startswith((CONTENTS, ORDER))}
     return {**facts, **{_DATA + name: each for name, each in data.items()}}
 

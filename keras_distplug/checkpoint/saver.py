@@ -27,7 +27,7 @@ class SaveResult:
     Args:
         step: The checkpoint's step.
         seconds: Time that it has taken in the background, so far.
-        error: The reason why there is no checkpoint; None if there is one.
+        error: The reason why the save failed; None if it succeeded.
     """
 
     step: int
@@ -151,5 +151,5 @@ def _wait_and_report() -> None:
     for saver in list(_savers):
         for saved in saver.finished():
             if saved.error is not None:
-                # At this point there is no other way to report it.
+                # At this point, nothing else can report it.
                 print(f"keras_distplug: a checkpoint failed: {saved.error!r}", file=sys.stderr)

@@ -51,7 +51,7 @@ class Saves:
             worker saves for itself, as an addition: it reports its own failures, and training
             continues.
         on_saved: Called, from a thread, with the step of every completed checkpoint.
-        is_alone: True if there is no other worker.
+        is_alone: True for a single worker.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from keras_distplug.storage.retention import Mode, Retention, require_count
 
 @dataclass(frozen=True, repr=False)
 class Saving(ShortRepr):
-    """How much saves may cost, and what happens if one is late or fails.
+    """The limits of what saves may cost, and the consequences of a late or failed save.
 
     Example:
 

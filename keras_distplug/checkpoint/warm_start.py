@@ -45,7 +45,7 @@ def load(
         Messages for the user.
 
     Raises:
-        NoCheckpointError: If there is no checkpoint.
+        NoCheckpointError: If the directory has no checkpoint.
         ModelError: If the model is not built.
         OtherRunError: If no variable matches.
         CorruptCheckpointError: If the checkpoint is damaged.

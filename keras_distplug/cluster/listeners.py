@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 class Listener:
     """A thread that waits for messages until it is closed.
 
-    It waits with one open request to the store, which costs nothing while there are no messages.
+    It waits with one open request to the store, which costs nothing until a message arrives.
     `close` answers the request itself.
 
     Args:
@@ -50,7 +50,7 @@ class Listener:
         return self._closed.is_set()
 
     def close(self) -> None:
-        """Ends the thread, and waits a few seconds for its end."""
+        """Ends the thread, and waits a few seconds until it has stopped."""
         if self._closed.is_set():
             return
         self._closed.set()

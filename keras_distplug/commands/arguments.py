@@ -98,7 +98,7 @@ def _add_prune(subcommands: Subcommands) -> None:
         "prune",
         "delete checkpoints that are no longer needed",
         "Deletes checkpoints that no --keep option keeps, and the rest of interrupted saves. The "
-        "options apply separately to checkpoints during training (step-) and at its end (final-). "
+        "options apply separately to checkpoints during training (step-) and after it (final-). "
         "Verifies the newest checkpoints that stay before it deletes anything. Never deletes the "
         "newest intact checkpoint or anything newer, so it can run during training. Does not load "
         "TensorFlow.",

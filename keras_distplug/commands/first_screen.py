@@ -34,7 +34,7 @@ def screen(where: str, name: str, run: Judged, now: float, problem: str = "") ->
     Args:
         where: The directory.
         name: The name of the run's folder.
-        run: What is known about the run.
+        run: The run's known state.
         now: Seconds since 1970.
         problem: Why the log could not be read since. Defaults to `""`: it could.
     """

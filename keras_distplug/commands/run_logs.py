@@ -17,7 +17,7 @@ def names(location: Location, parsed: argparse.Namespace) -> list[str]:
     If the directory holds no run itself but several trainings, these are the runs of all of them.
 
     Raises:
-        NoCheckpointError: If there is no log.
+        NoCheckpointError: If the run has no log.
         CheckpointError: If the directory cannot be listed.
     """
     files = location.files

@@ -78,7 +78,7 @@ class _Seen:
         at: In seconds since 1970.
         where: The directory.
         name: The name of the run's folder.
-        judged: Its judged state; None if there is no log yet.
+        judged: Its judged state; None until the log exists.
         problem: Why it could not be read since; "" if it could.
     """
 

@@ -121,7 +121,7 @@ class Window(Event):
         steps: Number of batches trained in the window.
         epoch: Epoch at the end of the window.
         secs: Seconds by `Category`; they add up to the duration of the window.
-        step_s: Median duration of a step in seconds. Defaults to None, if there was no step.
+        step_s: Median duration of a step in seconds. Defaults to None, without a step.
         input_s: Mean time per step spent waiting for data, in seconds. Defaults to None, unknown;
             `secs` then has no such time either.
         memory_bytes: Memory of the process. Defaults to None, unknown.

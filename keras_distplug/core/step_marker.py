@@ -1,4 +1,4 @@
-"""The step that a process has reached, kept where it outlives the process.
+"""The step that a process has reached, in memory that outlives the process.
 
 A log is written in a thread, every few seconds. A process that is killed has trained further than
 its log says. This number is exact: it is stored in shared memory after every step.

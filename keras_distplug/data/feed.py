@@ -33,7 +33,7 @@ class Feed:
         x: The first argument of `Model.fit` that carries all of the data.
         validation_data: The `validation_data` of `Model.fit`, split off from `x` if requested.
         description: How the data is shuffled and split over the workers, for the user.
-        advice: Suggested improvements, one line each.
+        advice: Suggested improvements; every item is a line.
     """
 
     x: InputAdapter

@@ -22,7 +22,7 @@ from keras_distplug.data.torch_sources import LoaderData
 
 
 class Progress:
-    """The position of a `fit` in its data, from the start of training to its end.
+    """The position of a `fit` in its data, during the whole training.
 
     Args:
         loop: The loop of that `fit`.

@@ -294,7 +294,7 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
         return self._made(lambda: self._given[number], is_first=self._requested == 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process cannot report what it has drawn.
+        # Another process cannot report the numbers it has drawn.
         return {**vars(self), "_made": None}
 
 

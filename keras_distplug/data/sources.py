@@ -330,7 +330,7 @@ class TfData(Source):
         earlier_passes.add(self.whole, 0, 1, least=(0, read))
 
     def note_looked(self, passed: int, read: int) -> None:
-        if self._is_validation:  # other data does not have to match plain Keras' order
+        if self._is_validation:  # other data need not match plain Keras' order
             self.note_made(passed)
             self.note_read(read)
 
@@ -398,7 +398,7 @@ class DatasetFunction(TfData):
 
 @dataclass(frozen=True)
 class _Drawn:
-    """How a transformation gets the seeds of a pass.
+    """The seeds of a pass for a transformation.
 
     Args:
         node: Its node.
@@ -480,7 +480,7 @@ def _list_seeds(step: Step, seed: int, number: int) -> tuple[int, int]:
 
 
 def described_weights(class_weight: Mapping[int, float] | None) -> Mapping[str, str]:
-    """Returns a fingerprint's part for class weights; empty if there are none."""
+    """Returns a fingerprint's part for class weights; empty without class weights."""
     if class_weight is None:
         return {}
     return {"class_weight": str({int(c): float(w) for c, w in sorted(class_weight.items())})}

@@ -68,8 +68,8 @@ class HangWatchdog(Watchdog):
     All workers stop making progress when one of them does: its process is suspended, its input
     pipeline blocks, C code keeps Python from running, or it has diverged from the others and waits
     for a collective that they do not call. When a worker makes no progress for longer than its
-    limit, it asks all others for their progress. The worker that is behind, or does not answer, is
-    the cause; while that worker is still within its own limit, the others wait for it.
+    limit, it asks all others for their progress. The cause is the worker with the least progress,
+    or the one that does not answer; while it is still within its own limit, the others wait for it.
 
     Then all workers print the stacks of their threads, save them in the folder `hangs` alongside
     the run's folder, and exit with code 200, which schedulers treat as retryable. When the script

@@ -1,8 +1,8 @@
 """Finds the worker that the others wait for.
 
 In synchronous training, all workers stop when one does, and from outside they look alike. So all of
-them are asked for their progress and what they are doing. The one that is behind the others, or
-cannot answer, is the one that they wait for.
+them are asked for their progress and their stacks. They wait for the one with the least progress,
+or the one that cannot answer.
 """
 
 from __future__ import annotations

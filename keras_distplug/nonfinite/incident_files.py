@@ -106,7 +106,7 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
         name: The name of its file. Defaults to the newest.
 
     Raises:
-        NoCheckpointError: If there is no such incident.
+        NoCheckpointError: If the incident does not exist.
         CorruptCheckpointError: If its file is not an incident's file, or was changed.
         CheckpointError: If it cannot be read.
     """

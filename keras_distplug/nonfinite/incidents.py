@@ -23,7 +23,7 @@ class Incidents:
 
     Args:
         instrumentation: The instrumentation of the model.
-        keeper: The keeper of the directory to save them in; None if there is no directory.
+        keeper: The keeper of the directory to save them in; None without a directory.
         limit: The maximum number of incidents.
     """
 

@@ -297,7 +297,7 @@ class NaNWatchdog(Watchdog):
     def _diagnose_step(self, step: list[Fault], place: int | None) -> list[ReplicaValues]:
         """Returns the faults of this process's replicas in a step, with diagnoses."""
         looked_into = []
-        # If an optimizer has several faulty updates in one step, the first is the most telling.
+        # If an optimizer has several faulty updates in one step, the first says the most.
         firsts = {(each.replica, each.optimizer): each for each in reversed(step)}
         for fault in sorted(firsts.values(), key=lambda each: each.replica):
             looks = not fault.is_finite and self._incidents.accepts(fault)

@@ -101,7 +101,7 @@ def find_culprits(replicas: Sequence[ReplicaValues]) -> tuple[ReplicaValues, ...
     """Returns the replicas that caused a step's fault.
 
     If all gradients are finite, these are the replicas whose gradient norm is more than three times
-    the median of the others, or all replicas if there is no such difference.
+    the median of the others, or all replicas without such a difference.
     """
     if not all(each.is_finite for each in replicas):
         return tuple(each for each in replicas if not each.is_finite)

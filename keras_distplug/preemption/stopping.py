@@ -76,7 +76,7 @@ class CollectiveStop(Stop):
         self._mailbox = Mailbox(channel, self._agree, on_lost)
 
     def request(self, cause: Cause) -> None:
-        # A scheduler may notify all workers at the same time; one message to each is enough.
+        # A scheduler may notify all workers at the same time; one message is enough.
         self._mailbox.send_first(json.dumps(asdict(cause)))
 
     def is_due(self) -> Cause | None:

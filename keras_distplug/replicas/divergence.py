@@ -16,7 +16,7 @@ class Divergence:
         variable: The first variable that differs, in the model's order.
         variables: The number of variables that differ.
         replicas: The numbers of the replicas whose value of `variable` differs from the majority's;
-            all replicas if there is no majority.
+            all replicas without a majority.
         where: Their workers, with machines.
     """
 

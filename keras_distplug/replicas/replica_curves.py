@@ -73,7 +73,7 @@ class ReplicaCurves:
                     spread = SPREAD[how]([value for _, value in values])
                     self._add(self._files, how, name, spread, step)
         if new and self._runs:
-            # TensorBoard merges the layouts of all runs, and reads one of each.
+            # TensorBoard merges the layouts of all runs, and reads one of every layout.
             charts = {name: f"distplug/{name}" for name in sorted(self._shown | new)}
             write_layout(next(iter(self._runs.values())), "Distplug: replicas and workers", charts)
             self._shown |= new

@@ -29,7 +29,7 @@ class Straggler:
         where: The worker's name and machine.
         replica: The replica's number among all replicas; None if the cause concerns the worker.
         own_s: Its time per step, in seconds.
-        others_s: The median time of the others, in seconds; None if there are no others, as for the
+        others_s: The median time of the others, in seconds; None without others, as for the
             network of the only worker other than the chief.
         past_s: Its own median time before, in seconds; None if it has never been fast enough.
         is_over: True if it is as fast as the others again.
@@ -48,7 +48,7 @@ class Straggler:
     def score(self) -> float:
         """The others' time relative to its own: 1 if equally fast, 0.5 if it takes twice as long.
 
-        If there are no others, it is compared with its own past.
+        Without others, it is compared with its own past.
         """
         reference_s = self.past_s if self.others_s is None else self.others_s
         return 1.0 if reference_s is None or not self.own_s else reference_s / self.own_s

@@ -114,7 +114,7 @@ class Attempt:
         workers: The number of workers.
         first_step: Its first step, in batches since the run started.
         last_step: Its last step.
-        lost_steps: Steps that the next attempt had to repeat.
+        lost_steps: Steps that the next attempt repeated.
         lost_is_exact: False if there may be more: the log of a process that was killed ends before
             its last steps, which only a supervisor knows.
         end: The reason it ended, for people; None if that is not known.
@@ -260,7 +260,7 @@ def totals(
 
 
 def goodput(secs: Mapping[Category, float]) -> float | None:
-    """Returns the productive share, from 0 to 1; None if there is no time."""
+    """Returns the productive share, from 0 to 1; None for an empty time."""
     whole_s = sum(secs.values())
     return secs[Category.STEP] / whole_s if whole_s > 0 else None
 

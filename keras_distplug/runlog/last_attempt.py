@@ -46,7 +46,7 @@ class Before:
 
 
 def find_earlier_attempts(files: Files, run: str, worker: str) -> Before | None:
-    """Returns the earlier attempts when a new one starts; None if there is no log.
+    """Returns the earlier attempts when a new one starts; None without a log.
 
     Args:
         files: The directory.

@@ -154,7 +154,7 @@ class Log:
         self._sink.close()
 
     def _drop_some(self) -> None:
-        """Drops more lines than necessary, so that not every new line has to drop some."""
+        """Drops more lines than necessary, so that not every new line drops some."""
         if self._waiting_bytes <= _KEPT_BYTES:
             return
         for is_minor in (True, False):
@@ -234,7 +234,7 @@ def runs(files: Files, only: str | None = None) -> list[str]:
         only: The name of the only run to return. Defaults to `None`: all runs.
 
     Raises:
-        NoCheckpointError: If there is no log.
+        NoCheckpointError: If the run has no log.
         CheckpointError: If the directory cannot be listed.
     """
     names = ["", *(name for _, name in layout.runs(files))]
@@ -293,7 +293,7 @@ def _with_log(
 
 
 class Reader:
-    """Reads the log of one run repeatedly, every time only what is new.
+    """Reads the log of one run repeatedly, every time only the new lines.
 
     Args:
         files: The directory.
@@ -385,7 +385,7 @@ class _File:
         self._first_skipped = ""
 
     def read_on(self, files: Files, path: str) -> bool:
-        """Reads new lines. Returns False if there are none."""
+        """Reads new lines. Returns False without new lines."""
         if self._read_bytes and _VERSION.fullmatch(self.name.removesuffix(SUFFIX)):
             return False  # in a store, files do not grow: new versions have new names
         size = files.size(path)
@@ -430,7 +430,7 @@ class _File:
             self.entries.append(entry)
 
     def take_skipped(self) -> str:
-        """Describes the lines that were skipped since the last call; empty if there were none."""
+        """Describes the lines that were skipped since the last call, or returns an empty string."""
         others, self._skipped = self._skipped - 1, 0
         if others < 0:
             return ""

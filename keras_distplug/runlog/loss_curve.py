@@ -17,7 +17,7 @@ def points(chiefs: Sequence[Fit], begin: float, end: float) -> list[dict[str, An
     Args:
         chiefs: The fits of the chief, oldest first.
         begin: The start of the run, in seconds since 1970.
-        end: Its end.
+        end: When it finished, in seconds since 1970.
     """
     width = (end - begin) / BINS or 1.0
     return [

@@ -98,7 +98,7 @@ def _of_all(rows: Sequence[Sequence[float]], shares: Sequence[float]) -> Iterato
 
 
 def _milliseconds(secs: float) -> float:
-    """Rounds to three digits, which is what a color can show, to keep the page small."""
+    """Rounds to three digits, enough for a color, to keep the page small."""
     return round(1000 * secs) if secs >= 0.1 else float(f"{1000 * secs:.3g}")
 
 

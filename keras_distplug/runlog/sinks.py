@@ -1,6 +1,6 @@
 """Where lines go: appended to a file on a disk, or uploaded to a store.
 
-A store cannot append. So what is written is divided into parts. The last one, while it grows, is
+A store cannot append. So the log is divided into parts. The last one, while it grows, is
 written again under a higher number, and then the file before it is deleted.
 """
 
@@ -83,8 +83,8 @@ class Appended:
         self._bytes += len(lines)
 
     def _mend(self, file: int) -> None:
-        """Removes what a full disk has accepted of a write, because all of it is written again. No
-        other process writes to this file."""
+        """Removes the part of a write that a full disk has accepted: all is written again. No other
+        process writes to this file."""
         os.ftruncate(file, self._bytes)
         self._is_torn = False
 

@@ -81,13 +81,13 @@ def summarize(name: str, fits: Sequence[Fit], found: Judged) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Judged:
-    """A run, and what is known about it.
+    """A run and its known state.
 
     Args:
         verdict: Its state.
         spans: The time of its chief.
         begin: The start of that, in seconds since 1970.
-        end: Its end.
+        end: When that finished.
         attempts: All attempts.
         saved: All checkpoints.
         last_checkpoint: The newest one that was verified, or None.

@@ -118,7 +118,7 @@ class TrackedFit:
             self._put(Point(step, at, shown))
 
     def close(self) -> None:
-        """Waits for what is still to be sent, but not for long."""
+        """Waits a short time for the points that are not yet sent."""
         end_all(self._outboxes, self._outcome)
 
     def _window(self, at: float, window: Window) -> dict[str, float]:

@@ -102,7 +102,7 @@ def export(
 
     Raises:
         ConfigurationError: If the request is invalid.
-        NoCheckpointError: If there is no such checkpoint.
+        NoCheckpointError: If the checkpoint does not exist.
         CorruptCheckpointError: If it is damaged. No file is written then.
         CheckpointError: If reading or writing fails.
     """

@@ -127,7 +127,7 @@ class Files(Protocol):
             folder: The path of the folder. Defaults to the folder of these files itself.
 
         Returns:
-            The sorted names; empty if there is no such folder.
+            The sorted names; empty if the folder does not exist.
         """
         ...
 
@@ -171,8 +171,8 @@ class ObjectFiles(Files, Protocol):
     """`Files` of an object store, which can do more in one request. Optional for a store."""
 
     def names_below(self, folder: str) -> list[str]:
-        """Returns the paths of all files below `folder`, relative to it; empty if there is no such
-        folder. Later calls of `size` for these files need no request."""
+        """Returns the paths of all files below `folder`, relative to it; empty if the folder
+        does not exist. Later calls of `size` for these files need no request."""
         ...
 
     def delete_file(self, path: str) -> None:

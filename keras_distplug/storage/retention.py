@@ -83,8 +83,8 @@ class Retention(ShortRepr):
 
 
 def rated(oldest_first: Sequence[RetentionEntry], metric: str, mode: Mode) -> list[str]:
-    """Returns the names of the checkpoints that have `metric`, from worst to best by it. Of equal
-    ones, the newer is better."""
+    """Returns the names of the checkpoints that have `metric`, from worst to best by it. The
+    newer of equal ones is better."""
     sign = -1 if mode == "min" else 1
     found = [
         (sign * value, place, each.name)

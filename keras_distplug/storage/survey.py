@@ -119,7 +119,7 @@ def run_names(files: Files, only: str | None = None) -> list[str]:
         only: The name of a single run to return. Defaults to `None`: all runs.
 
     Raises:
-        NoCheckpointError: If there is no such run.
+        NoCheckpointError: If the run does not exist.
         CheckpointError: If the directory cannot be listed.
     """
     names = [name for _, name in layout.runs(files)]
@@ -183,7 +183,7 @@ def find_run(files: Files, name: str | None = None) -> SurveyedRun:
     """Returns the run `name`, or by default the run that training would resume.
 
     Raises:
-        NoCheckpointError: If there is no such run.
+        NoCheckpointError: If the run does not exist.
         CheckpointError: If the directory cannot be listed.
     """
     names = run_names(files, name)
@@ -325,7 +325,7 @@ def choose(files: Files, run: SurveyedRun, step: int | str | None = None) -> Sur
         step: A step, or the name of a checkpoint. Defaults to the newest checkpoint.
 
     Raises:
-        NoCheckpointError: If there is no such checkpoint.
+        NoCheckpointError: If the checkpoint does not exist.
         CorruptCheckpointError: If it is damaged.
         CheckpointError: If it cannot be read.
     """

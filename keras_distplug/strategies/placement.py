@@ -2,7 +2,7 @@
 
 A model created outside that scope is read (`Blueprint.of`) and rebuilt inside it (`rebuild`), and
 the trained state is written back into it (`write_back`). It is read first because TensorFlow may
-have to be restarted before the scope exists.
+need a restart before the scope exists.
 """
 
 from __future__ import annotations

@@ -190,9 +190,9 @@ class Running:
                 return self._end_after(failures)
             for worker, secs in self._replacing.proceed(self._listener.on_replaced):
                 self._listener.on_back(worker, secs)
-        # Serving workers that have exited by this time were no longer needed.
+        # Serving workers that have exited by this time are not failures.
         self._exits = [each for each in self._exits if self._trains(each)]
-        self._end(0.0, self._judge)  # including processes that the trainers' commands left behind
+        self._end(0.0, self._judge)  # including processes that the trainers' commands started
         return self._outcome()
 
     def _timeout_secs(self) -> float:

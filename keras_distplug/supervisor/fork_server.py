@@ -170,7 +170,7 @@ class ForkServer:
         command: Command of every worker.
         environ: Common part of the workers' environments.
         job: Name of the job.
-        folder: Folder in which workers record why they had to start over.
+        folder: Folder in which workers record why they started over.
         is_on: False if the user has disabled the fork server. Defaults to True.
         why_not: Reason why forking is not possible. Defaults to none.
         modules: Modules that the server imports. Defaults to `MODULES`.

@@ -73,7 +73,7 @@ class Request:
             `-c` and code.
         environ: Environment of the worker.
         cwd: Working directory of the worker.
-        refusals: File for the reason if the worker has to start over.
+        refusals: File for the reason if the worker must start over.
     """
 
     arguments: Sequence[str]

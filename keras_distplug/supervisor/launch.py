@@ -70,7 +70,7 @@ def local_cluster(ports: Sequence[int], ps: int = 0) -> list[Role]:
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
     """Returns the available GPUs, as named in `CUDA_VISIBLE_DEVICES`.
 
-    Empty if there are none, or if the user has hidden them (`CUDA_VISIBLE_DEVICES=""`). Not
+    Empty on a machine without GPUs, or if the user has hidden them (`CUDA_VISIBLE_DEVICES=""`). Not
     verified on GPU.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
@@ -94,7 +94,7 @@ def divide_gpus(
         per_worker: Number of GPUs per worker; None for equal shares, without the remainder.
 
     Returns:
-        The GPUs of every worker, or None if there are no GPUs.
+        The GPUs of every worker, or None on a machine without GPUs.
 
     Raises:
         ConfigurationError: If there are too few GPUs.

@@ -139,7 +139,7 @@ class Replacing:
     Args:
         group: All processes of the attempt.
         contract: Contract that gives access to the workers' reports.
-        joining: Watcher of the workers that have to join.
+        joining: Watcher of the workers that must join.
         workers: Names of the workers that may be restarted.
         budget: Number of restarts allowed without a newer checkpoint.
         start: Function that starts the worker of a name.

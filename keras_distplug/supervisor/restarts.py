@@ -180,7 +180,7 @@ def _failing_slot(attempt: Attempt) -> int | None:
     worker = failure.worker
     if failure.returncode == ExitCode.PEER_LOST:
         # The survivors exited before the worker they lost: it hangs, or exits slowly. It is the
-        # cause if it is the only one that the supervisor had to stop.
+        # cause if it is the only one that the supervisor stopped.
         stopped = [each.worker for each in attempt.outcome.exits if each.cause is Cause.STOPPED]
         if len(stopped) != 1:
             return None

@@ -149,7 +149,7 @@ def _label(name: str, path: str) -> str:
 
 
 def _respond(request: wrappers.Request, found: Answer, now: float) -> Any:
-    """Sends what is shown, unless the browser has it already; and the server's time."""
+    """Sends the page's data, unless the browser has it already; and the server's time."""
     headers = [("ETag", found.version), ("X-Now", str(now))]
     if request.headers.get("If-None-Match") == found.version:
         return _NotModified(status=304, headers=[*headers, *_NOT_MODIFIED_HEADERS])

@@ -1,6 +1,6 @@
 """Experiment trackers: one run of theirs for all attempts of a training.
 
-Public for those who write a tracker: `Tracker`, the methods that `RunLog(trackers=[...])` calls,
+Public for authors of trackers: `Tracker`, the methods that `RunLog(trackers=[...])` calls,
 and the values that these receive.
 """
 

@@ -103,7 +103,7 @@ class Outbox:
         return self._outcome is not None
 
     def join(self, timeout_s: float, last_s: float) -> None:
-        """Waits for the thread's end, and reports it if there is none after `last_s` in all."""
+        """Waits for the thread's end, and reports if it still runs after `last_s` in all."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             announce(
@@ -202,7 +202,7 @@ def _get_mark(point: Point) -> Mark:
 
 
 def end_all(outboxes: Sequence[Outbox], outcome: Outcome) -> None:
-    """Ends outboxes concurrently; waits for what they still have to send, but not for long."""
+    """Ends outboxes concurrently; waits a short time for the points that are not yet sent."""
     outboxes = [each for each in outboxes if not each.has_ended]
     for outbox in outboxes:
         outbox.end(outcome)

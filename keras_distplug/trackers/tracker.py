@@ -44,7 +44,7 @@ class TrackedRun:
 
 @dataclass(frozen=True, order=True)
 class Mark:
-    """How much of a training a tracker has: points up to this one.
+    """The newest point of a training that a tracker has.
 
     Args:
         step: Batches trained since the run started; -1 before the first point.
@@ -179,7 +179,7 @@ def require_package(module: str, tracker: str, package: str) -> None:
         ConfigurationError: If it is not.
     """
     spec = importlib.util.find_spec(module)
-    # A folder named like the library, such as wandb/ with its files, is no library.
+    # A folder named like the library, such as wandb/ with its files, isn't a library.
     if spec is None or spec.origin is None:
         raise ConfigurationError(
             f"{tracker} needs the package {package}, which is not installed. "

@@ -20,7 +20,7 @@ from keras_distplug.trackers.tracker import (
 _OURS = ("id", "resume", "reinit", "settings")
 _STEP = "distplug/step"
 _LEVELS = {Severity.INFO: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
-# wandb writes its file every 15 s by default: so much would be lost with a process that is killed.
+# wandb writes its file every 15 s by default: a kill would lose the points of that time.
 # Console output is not captured, because that starts here in the middle of a training. At the end
 # of the process, wandb waits for both timeouts: for 90 s, and forever, by default.
 _SETTINGS = {

@@ -297,7 +297,7 @@ class _Failed(Exception):
 
 
 def _different_cluster(chiefs: Hello, other: Hello) -> str:
-    """Returns the difference as a message; an empty string if there is none."""
+    """Returns the difference as a message, or an empty string."""
     # A process may know itself by another address than the others do.
     if _without(chiefs.cluster, chiefs, other) == _without(other.cluster, chiefs, other):
         return ""

@@ -1,4 +1,4 @@
-"""Messages between workers that meet: one line of JSON each."""
+"""Messages between workers that meet: a message is a line of JSON."""
 
 from __future__ import annotations
 

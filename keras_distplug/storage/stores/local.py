@@ -62,7 +62,7 @@ class LocalFiles:
     ) -> Iterator[BinaryIO]:
         target = self.inside(path)
         _make_folder(target.parent)
-        # A crash may leave this file behind; readers ignore names that start with a dot.
+        # This file may survive a crash; readers ignore names that start with a dot.
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             opener = functools.partial(os.open, mode=mode)
@@ -259,7 +259,7 @@ def publish(temporary: Path, target: Path, *, overwrite: bool = False) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No hard links: check, then rename. A run has only one writer, so there is no race.
+        # No hard links: check, then rename. A run has only one writer: nothing interferes.
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
         os.rename(temporary, target)

@@ -1,7 +1,7 @@
 """Files in an object store or on a server, through fsspec.
 
 Every file is written by one request: it exists as a whole or not at all, a killed writer leaves
-nothing behind, and object stores create it only if the name is free. On a server that exposes
+no part of it, and object stores create it only if the name is free. On a server that exposes
 files while they are written, they are written under a temporary name and renamed.
 """
 

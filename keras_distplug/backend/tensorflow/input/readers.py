@@ -27,7 +27,7 @@ from tensorflow.python.data.ops import dataset_ops
 
 from keras_distplug.backend.tensorflow.runtime import private_names
 
-# The Python function behind such an op lives in this process's registry, not in the graph.
+# The Python function of such an op lives in this process's registry, not in the graph.
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 

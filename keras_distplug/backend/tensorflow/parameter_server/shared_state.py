@@ -6,9 +6,9 @@ updates between reading and writing are lost: 425 of 600 samples were counted. O
 affected: they change weights with TensorFlow's own `assign_add`.
 
 Therefore a step uses private values, as tensors, of all variables except those that optimizers
-change: metrics start at zero, statistics at their current values. At its end, it adds its changes
-to the variables in one operation each. Metrics are sums over batches here, as they are sums over
-replicas under other strategies.
+change: metrics start at zero, statistics at their current values. Finally, it adds its changes
+to the variables, with one operation per variable. Metrics are sums over batches here, as they are
+sums over replicas under other strategies.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class Draws:
         self._ops[name] = _Draws(self._ops[name].state, state)
 
     def begin(self, name: str, seeds: tuple[int, int]) -> ResourceVariable:
-        """Returns the state variable of an op that is being traced. It starts from the beginning,
-        as a new kernel would, unless an earlier trace of the op has not run yet."""
+        """Returns the state variable of an op that is being traced. It starts from the seed, as
+        a new kernel would, unless an earlier trace of the op has not run yet."""
         before = self._ops.get(name)
         if before is not None and self._is_shared:
             return before.state

@@ -134,7 +134,7 @@ def _after(data: Any) -> Iterator[None]:
     """Makes all operations with side effects depend on `data`.
 
     TensorFlow inlines a step into the function that fetches the data, and there runs operations
-    that do not depend on the data even if there is none. Making all operations wait would prevent
+    that do not depend on the data even without any. Making all operations wait would prevent
     TensorFlow from fusing some, such as a layer's product, bias and activation.
     """
     if tf.executing_eagerly():
@@ -181,7 +181,7 @@ def _counted_alone(step: OnData) -> OnData:
     """Returns `step`, with its own count of traces.
 
     TensorFlow counts the traces of a code object, which the functions of all models share. It would
-    warn of retracing once a process trains a few models, each of which is traced once.
+    warn of retracing once a process trains a few models, although it traces each model once.
     """
     counted: OnData = functools.partial(step)
     return counted

@@ -1,6 +1,6 @@
 """Records the variables that a step uses, and its ops that keep a random state.
 
-TensorFlow 2.18 to 2.21. A graph's captures are public, but there is no public way to tell which of
+TensorFlow 2.18 to 2.21. A graph's captures are public, but no public function says which of
 them are variables, nor to get the graphs of functions that a step calls.
 """
 
@@ -104,7 +104,7 @@ class Touched:
         }
 
     def tables(self) -> list[str]:
-        """Returns the places in the script where a lookup table changes."""
+        """Returns the places in the script that change a lookup table."""
         return [place for traced in self._traced.values() for place in traced.tables]
 
     def python_draws(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Calling:
 
     Its local variables would identify it, too. But in Python 3.11 and 3.12, reading them from
     outside (`f_locals`) keeps a copy of them. The iterator of an epoch then stays alive, and the
-    next reader, possibly a signal handler, has to wait for its destruction. In another thread this
+    next reader, possibly a signal handler, must wait for its destruction. In another thread this
     causes a segmentation fault if the function resumes and returns during the destruction.
     """
 

@@ -32,7 +32,7 @@ class Upstream:
     Args:
         keras: The versions of Keras that the patches were written for; None if independent.
         tensorflow: The versions of TensorFlow; None if independent.
-        issue: The upstream issue that describes the reason; None if there is none, or if upstream
+        issue: The upstream issue that describes the reason; None without an issue, or if upstream
             is not wrong but lacks a public API.
     """
 
@@ -44,7 +44,7 @@ class Upstream:
         """Replaces an attribute of `target`, which is an object, class or module.
 
         Raises:
-            VersionError: If there is no such attribute, because upstream has changed.
+            VersionError: If the attribute does not exist, because upstream has changed.
         """
         self._require(target, name)
         if isinstance(target, type | ModuleType):

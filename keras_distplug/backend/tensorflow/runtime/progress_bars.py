@@ -28,7 +28,7 @@ def install() -> None:
     Messages of this package start on a new line, below the bar.
 
     `verbose="auto"` and 1 print nothing there. `verbose=2`, a line per epoch, prints on every
-    worker: it has to be asked for. Models under other strategies are unaffected.
+    worker, because the user has asked for it. Models under other strategies are unaffected.
     """
     stock = keras.callbacks.ProgbarLogger.set_params
     if is_marked(stock):

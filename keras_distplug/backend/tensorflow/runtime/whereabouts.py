@@ -1,6 +1,6 @@
 """Finds out what training and the threads of this process are doing.
 
-Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21 have no API that reports what a step waits for, but
+Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21 have no API that reports the state of a step, but
 the frames of the training thread show it: they are in `iterator_get_next` while it waits for input,
 in a user's callback, or in a step.
 """
