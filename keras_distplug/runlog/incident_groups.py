@@ -169,7 +169,8 @@ def in_words(event: Event) -> str | None:
         case events.Quarantined():
             return f"{event.checkpoint} is quarantined: {event.why}"
         case events.SaveFailed():
-            return f"no checkpoint of step {event.step}: {event.why}"
+            named = f"step {event.step} " in event.why
+            return event.why if named else f"no checkpoint of step {event.step}: {event.why}"
         case events.Preempted():
             return f"{event.what} to {event.where}" if event.where else event.what
         case events.PeerLost():
@@ -319,7 +320,7 @@ def _advice(event: Event, place: Place) -> str:
                 "rates. If the machine is shared, move the worker."
             )
         case events.SaveFailed():
-            return f"Free disk space or fix the storage: {event.why or 'no reason was given'}"
+            return "Free disk space or fix the storage; until then, a restart repeats more steps."
         case events.Hung():
             return f"Read the stack traces of all workers, in {folder}/hangs."
         case events.Failed(exit_code=137):

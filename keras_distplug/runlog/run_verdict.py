@@ -242,9 +242,12 @@ def _advice(finding: Finding, groups: Sequence[Group], run: Run) -> tuple[str, s
         case State.DEAD if run.is_supervised:
             return "Wait: the supervisor decides about a restart.", None
         case State.DEAD | State.SILENT if not _ended(recent, run):
+            storage = "Check that the storage of the log is not full"
+            if any(group.kind in _STORAGE_FAILS for group in run.current(recent)):
+                storage = "The storage fails, perhaps for the log, too: free disk space or fix it"
             return (
-                "Check that the process and its machine are alive, and that the storage of the "
-                "log is not full; if the process is gone, start the same command again.",
+                f"{storage}. Check that the process and its machine are alive; if the process is "
+                "gone, start the same command again.",
                 None,
             )
         case State.STALLED if not any(group.kind == "hung" for group in recent[:1]):
@@ -259,7 +262,10 @@ def _advice(finding: Finding, groups: Sequence[Group], run: Run) -> tuple[str, s
         return "Start the same command again: training resumes.", None
     worth = [group for group in current if group.kind in _WORTH]
     if worth:
-        return f"{worth[0].title}: {worth[0].advice}", worth[0].command
+        first = worth[0]
+        # A failed save's error already says what to do.
+        text = first.what if first.kind == "save_failed" else first.advice
+        return f"{first.title}: {text}", first.command
     return "Nothing to do.", None
 
 
@@ -270,6 +276,7 @@ def _look_at_process(run: Run) -> tuple[str, str | None]:
     return f"Look at the process on {began.host}:", f"py-spy dump --pid {began.pid}"
 
 
+_STORAGE_FAILS = frozenset(("save_failed", "lines_lost"))
 _WORTH = frozenset(
     ("update_left_out", "save_failed", "diverged", "quarantined", "lines_lost", "slow_replica")
 )

@@ -304,8 +304,20 @@ def test_groups() -> None:
     assert first.command == "keras-distplug replay /runs/mnist"
     assert "epoch-1-batch-5-replica-1" in first.advice
     assert other.title == "NaN in `other`"
-    assert "No space left on device" in failed_save.advice
+    assert "No space left on device" in failed_save.what
+    assert "Free disk space" in failed_save.advice
     assert judge([fit], END + 1).command == "keras-distplug replay /runs/mnist"
+
+
+def test_storage_fails() -> None:
+    """The first screen gives the error of a failed save once, and what to do if the log stops."""
+    why = "The checkpoint of step 40 could not be written to /runs: no space. Free disk space."
+    fit = worker(30, (0.1, events.SaveFailed(40, 1, False, why)))
+    assert judge([fit], END + 1).advice == f"Checkpoint failed: {why}"
+    silent = judge([fit], END + 14)
+    assert silent.state is State.SILENT
+    assert "The storage fails" in silent.advice
+    assert "storage of the log is not full" in judge([worker(30)], END + 14).advice
 
 
 def test_origin_of_nan() -> None:
