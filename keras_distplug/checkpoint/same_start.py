@@ -172,12 +172,12 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
         remedy = " If every worker reads its own part of the data, give a tf.data.Dataset with "
         remedy += "AutoShardPolicy.OFF."
         raise ConfigurationError(
-            f"The workers are about to train different things: {_joined(refused)}. Give every "
+            f"The workers are about to train different things ({_joined(refused)}). Give every "
             "worker the same script, arguments and data."
             f"{remedy if refused[0].concerns_data else ''} Nothing was trained."
         )
     if noted and role.is_chief:
-        announce(f"the workers differ: {_joined(noted)}")
+        announce(f"the workers differ ({_joined(noted)})")
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,9 @@ class Difference:
         if self.has_hashes:
             what = {CONTENTS: "the samples", ORDER: "the order of the samples"}.get(what, what)
             what = what.removeprefix(f"{CONTENTS} of ")
-            there, here = (
-                each if each == _NONE else f"data with hash {each}" for each in (there, here)
-            )
-        message = f"{what} is {there} on {self.chief} and {here} on {self.worker}"
-        return f"{message}; {self.chief}'s is used" if self._uses_chiefs_value else message
+            there, here = (each if each == _NONE else f"hash {each}" for each in (there, here))
+        message = f"{what}: {there} on {self.chief}, {here} on {self.worker}"
+        return f"{message}, {self.chief}'s is used" if self._uses_chiefs_value else message
 
 
 def _differences(chiefs: Facts, own: Facts) -> Iterator[tuple[str, str, str]]:

@@ -64,9 +64,9 @@ def test_refused(lines: list[str]) -> None:
     assert others == [error, error]
     assert error is not None
     assert error.startswith(
-        "The workers are about to train different things: epochs is 3 on worker-0 and 4 on "
-        "worker-2; loss is mse on worker-0 and mae on worker-2; samples is 64 on worker-0 and 96 "
-        "on worker-2; and 1 more. "
+        "The workers are about to train different things (epochs: 3 on worker-0, 4 on "
+        "worker-2; loss: mse on worker-0, mae on worker-2; samples: 64 on worker-0, 96 on "
+        "worker-2; and 1 more). "
     )
     assert lines == []
 
@@ -75,7 +75,7 @@ def test_own_part() -> None:
     """The error about data says how every worker can read its own part."""
     [error, *_] = compare([{"data: contents of x": each} for each in ("aa", "bb", "bb")])
     assert error is not None
-    assert "x is data with hash aa on worker-0 and data with hash bb on worker-1" in error
+    assert "x: hash aa on worker-0, hash bb on worker-1" in error
     assert "AutoShardPolicy.OFF" in error
 
 
@@ -83,8 +83,8 @@ def test_missing() -> None:
     """A fact that only one worker has, or an argument that only one gives, is a difference."""
     [error, *_] = compare([{}, {"class_weight": "{0: 2.0}"}, {"validation_data": "given"}])
     assert error is not None
-    assert "class_weight is none on worker-0 and {0: 2.0} on worker-1" in error
-    assert "validation_data is none on worker-0 and given on worker-2" in error
+    assert "class_weight: none on worker-0, {0: 2.0} on worker-1" in error
+    assert "validation_data: none on worker-0, given on worker-2" in error
 
 
 def test_harmless(lines: list[str]) -> None:
@@ -93,9 +93,9 @@ def test_harmless(lines: list[str]) -> None:
     other = {SEED: "2", "optimizer.learning_rate": "0.05", "Python": "3.12.1"}
     assert compare([chief, chief, other]) == [None] * 3
     assert lines == [
-        f"the workers differ: {SEED} is 1 on worker-0 and 2 on worker-2; worker-0's is used; "
-        "optimizer.learning_rate is 0.01 on worker-0 and 0.05 on worker-2; worker-0's is used; "
-        "Python is 3.11.7 on worker-0 and 3.12.1 on worker-2"
+        f"the workers differ ({SEED}: 1 on worker-0, 2 on worker-2, worker-0's is used; "
+        "optimizer.learning_rate: 0.01 on worker-0, 0.05 on worker-2, worker-0's is used; "
+        "Python: 3.11.7 on worker-0, 3.12.1 on worker-2)"
     ]
 
 
@@ -103,7 +103,7 @@ def test_schedule() -> None:
     """A schedule is not a variable that all workers get from the chief."""
     [error, *_] = compare([{"optimizer.learning_rate": each} for each in ("0.1", "Decay()", "0.1")])
     assert error is not None
-    assert "optimizer.learning_rate is 0.1 on worker-0 and Decay() on worker-1" in error
+    assert "optimizer.learning_rate: 0.1 on worker-0, Decay() on worker-1" in error
 
 
 def test_clocks(lines: list[str]) -> None:
@@ -111,8 +111,8 @@ def test_clocks(lines: list[str]) -> None:
     at = [1000.0, 900.0, 1300.0]
     assert compare([{}] * 3, [lambda each=each: each for each in at]) == [None] * 3
     assert lines == [
-        "the workers differ: the clock of worker-1 is 100 s behind worker-0's; the clock of "
-        "worker-2 is 300 s ahead of worker-0's"
+        "the workers differ (the clock of worker-1 is 100 s behind worker-0's; the clock of "
+        "worker-2 is 300 s ahead of worker-0's)"
     ]
     lines.clear()
     late = itertools.count(1000.0, 60.0)  # shared by all workers, a minute later every time

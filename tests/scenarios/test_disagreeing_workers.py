@@ -13,27 +13,27 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parents[1] / "workers" / "disagree.py"
 
 SAID = {
-    "units": "layer 1 (Dense).units is 8 on worker-0 and 9 on worker-1",
-    "activation": "layer 1 (Dense).activation is relu on worker-0 and tanh on worker-1",
-    "rate": "layer 2 (Dropout).rate is 0.2 on worker-0 and 0.3 on worker-1",
-    "loss": "loss is binary_crossentropy on worker-0 and mean_squared_error on worker-1",
-    "optimizer": "optimizer is Adam on worker-0 and SGD on worker-1",
-    "beta": "optimizer.beta_1 is 0.9 on worker-0 and 0.8 on worker-1",
-    "metrics": "metrics is [accuracy] on worker-0 and [] on worker-1",
-    "values": "; x is data with hash ",
-    "order": "the order of the samples is data with hash ",
-    "size": (" is 64 on worker-0 and 96 on", "batches is 4 on worker-0 and 6 on"),
-    "batch": "batch_size is 16 on worker-0 and 8 on worker-1",
-    "epochs": "epochs is 2 on worker-0 and 3 on worker-1",
-    "validation": "validation_data is given on worker-0 and none on worker-1",
-    "validation_freq": "validation_freq is 1 on worker-0 and 2 on worker-1",
-    "steps_per_epoch": "steps_per_epoch is none on worker-0 and 2 on worker-1",
-    "class_weight": "class_weight is none on worker-0 and {0: 1.0, 1: 2.0} on worker-1",
+    "units": "layer 1 (Dense).units: 8 on worker-0, 9 on worker-1",
+    "activation": "layer 1 (Dense).activation: relu on worker-0, tanh on worker-1",
+    "rate": "layer 2 (Dropout).rate: 0.2 on worker-0, 0.3 on worker-1",
+    "loss": "loss: binary_crossentropy on worker-0, mean_squared_error on worker-1",
+    "optimizer": "optimizer: Adam on worker-0, SGD on worker-1",
+    "beta": "optimizer.beta_1: 0.9 on worker-0, 0.8 on worker-1",
+    "metrics": "metrics: [accuracy] on worker-0, [] on worker-1",
+    "values": "; x: hash ",
+    "order": "the order of the samples: hash ",
+    "size": (": 64 on worker-0, 96 on", "batches: 4 on worker-0, 6 on"),
+    "batch": "batch_size: 16 on worker-0, 8 on worker-1",
+    "epochs": "epochs: 2 on worker-0, 3 on worker-1",
+    "validation": "validation_data: given on worker-0, none on worker-1",
+    "validation_freq": "validation_freq: 1 on worker-0, 2 on worker-1",
+    "steps_per_epoch": "steps_per_epoch: none on worker-0, 2 on worker-1",
+    "class_weight": "class_weight: none on worker-0, {0: 1.0, 1: 2.0} on worker-1",
 }
 NOTED = {
-    "seed": "the seed of `keras.utils.set_random_seed` is 1 on worker-0 and 2 on worker-1; "
+    "seed": "the seed of `keras.utils.set_random_seed`: 1 on worker-0, 2 on worker-1, "
     "worker-0's is used",
-    "learning_rate": "optimizer.learning_rate is 0.01 on worker-0 and 0.05 on worker-1; "
+    "learning_rate": "optimizer.learning_rate: 0.01 on worker-0, 0.05 on worker-1, "
     "worker-0's is used",
 }
 
@@ -61,4 +61,4 @@ def test_disagreeing(tmp_path: Path) -> None:
             assert reported["weights"] == other[way][kind]["weights"], where
             # A variable created in the scope already has the chief's value.
             noted = None if (way, kind) == ("fit", "learning_rate") else NOTED.get(kind)
-            assert reported["noted"] == ([] if noted is None else [f"the workers differ: {noted}"])
+            assert reported["noted"] == ([] if noted is None else [f"the workers differ ({noted})"])
