@@ -181,10 +181,8 @@ def distributed_fit(
     if deterministic:
         _enable_determinism()
     _require_bytes(min_shard_bytes)
-    if isinstance(model, keras.Model):
-        require_usable(model, "the model given", own_arguments)
-    elif not callable(model):
-        require_usable(model, "received as `model`", own_arguments)
+    if isinstance(model, keras.Model) or not callable(model):
+        require_usable(model, "passed as `model`", own_arguments)
     facts = _shared_facts(model, strategy, given)  # joining may reset TensorFlow
     joined = _join(model, strategy, given)
     role = agreement.get_role(joined.strategy)

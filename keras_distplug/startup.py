@@ -110,9 +110,10 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
         given.or_else(_joined_with[choice.name]) != _joined_with[choice.name]
     ):
         warnings.warn(
-            "The cluster already exists, with other timeouts. Received: "
-            f"{timeouts}; in use: {_joined_with[choice.name]}. Under `keras-distplug run`, which "
-            "joins on import, use its --heartbeat-timeout and --collective-timeout.",
+            "These timeouts are ignored, because this process has already joined the cluster with "
+            f"others. Received: {timeouts}; in use: {_joined_with[choice.name]}. Pass them to the "
+            "first call of `keras_distplug.init()`. Under `keras-distplug run`, where importing "
+            "keras_distplug joins the cluster, pass --heartbeat-timeout and --collective-timeout.",
             stacklevel=3,
         )
     return _joined[choice.name]
@@ -141,8 +142,8 @@ def global_batch(per_replica: int, strategy: tf.distribute.Strategy | None = Non
     """
     if isinstance(per_replica, bool) or not isinstance(per_replica, int) or per_replica < 1:
         raise ConfigurationError(
-            "Expected `per_replica`, the samples of a replica, to be a Python int of at least 1. "
-            f"Received: {per_replica!r}"
+            "Expected `per_replica`, the number of samples per replica, to be a Python int of at "
+            f"least 1. Received: {per_replica!r}"
         )
     return per_replica * _replicas(strategy)
 

@@ -126,10 +126,10 @@ class PreemptionHandler(Watchdog):
         keeper = keeper_among(others)
         if keeper is None:
             raise ConfigurationError(
-                "Expected a keras_distplug.BackupAndRestore among the callbacks, with which "
-                "PreemptionHandler saves. Received: "
+                "Expected a keras_distplug.BackupAndRestore among the callbacks, because "
+                "PreemptionHandler saves with it. Received: "
                 f"{', '.join(type(each).__name__ for each in others) or 'no other callbacks'}. Add "
-                "those of `keras_distplug.defaults()`."
+                "one, or pass the callbacks that `keras_distplug.defaults()` returns."
             )
         self._end()
         if self.defers_to_other(others):
@@ -175,7 +175,10 @@ class PreemptionHandler(Watchdog):
         if not _in_main_thread():
             if self._role.is_chief:
                 which = "signals" if self._role.world_size == 1 else "signals except SIGTERM"
-                announce(f"{which} are not noticed, because `fit` is not called in the main thread")
+                announce(
+                    f"{which} do not save a checkpoint, because `fit` is not called in the main "
+                    "thread, the only one in which PreemptionHandler can handle them"
+                )
             return None
         watch = SignalWatch((*self.signals, signal.SIGINT), self._on_signal, self._is_in_fit)
         watch.install()
@@ -212,7 +215,7 @@ class PreemptionHandler(Watchdog):
         """Handles a notice of the cloud. Called from a thread."""
         what = f"{notice.source} {notice.announced}"
         if not notice.is_final:
-            announce(f"{what} on {self._where}; training continues")
+            announce(f"{what} for {self._where}; training continues")
             return
         at_unix_s = notice.at_unix_s or time.time() + self.grace_secs
         self._stop.request(Cause(what, self._where, at_unix_s))
@@ -226,7 +229,10 @@ class PreemptionHandler(Watchdog):
         """Logs a failure to agree. Called from a thread."""
         if isinstance(error.__cause__, ConnectionError):
             return  # a lost worker ends `fit` with its own error
-        announce(f"the workers could not agree on a step to stop at: {error}")
+        announce(
+            "a preemption no longer saves a checkpoint, because the workers could not agree on a "
+            f"step to stop at: {error}"
+        )
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:
         notice = f"{cause.what} to {cause.worker}"

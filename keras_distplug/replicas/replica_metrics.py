@@ -152,8 +152,8 @@ class ReplicaMetrics(Watchdog):
             return
         if is_scheduled(model.distribute_strategy):
             announce(
-                "ReplicaMetrics: under ParameterServerStrategy replicas do not step together, so "
-                "nothing is compared or written"
+                "ReplicaMetrics: under ParameterServerStrategy, every worker runs its own steps, "
+                "so there are no replicas to compare and nothing is written"
             )
             return
         own = OwnWindows(model, syncs=True, readings=True, fingerprints=self.fingerprints)
@@ -239,8 +239,8 @@ class ReplicaMetrics(Watchdog):
         if self._is_new and not report.replicas and report.worker == 0:
             warnings.warn(
                 "ReplicaMetrics cannot measure the replicas of this model: its `train_step` calls "
-                "neither `optimizer.apply` nor `optimizer.apply_gradients`, or it is compiled with "
-                "jit_compile=True. Only the workers' times are recorded.",
+                "neither `optimizer.apply` nor `optimizer.apply_gradients`, or the model is "
+                "compiled with jit_compile=True. Only the workers' times are recorded.",
                 stacklevel=3,
             )
         self._is_new = False

@@ -242,8 +242,9 @@ def runs(files: Files, only: str | None = None) -> list[str]:
     found = [name for name in found if only is None or name == only]
     if not found:
         raise NoCheckpointError(
-            f"There is no log in {files.where(only or '')}. The callback RunLog, one of "
-            "`keras_distplug.defaults()`, writes it to the folder of every run."
+            f"There is no log in {files.where(only or '')}. Pass the directory that training was "
+            "given. Only runs that were trained with the callback RunLog, which is one of "
+            "`keras_distplug.defaults()`, have a log."
         )
     return found
 

@@ -103,8 +103,9 @@ class RunLog(Watchdog):
         self.trackers = require_trackers(trackers)
         if log_dir is None and storage_options:
             raise ConfigurationError(
-                "`storage_options` is for `log_dir`, which is not given. Without it, the log is "
-                "written to the directory of the BackupAndRestore, with its storage options."
+                "Expected `storage_options` only together with `log_dir`. Received: "
+                "`storage_options` without `log_dir`. Pass `log_dir`, or omit `storage_options`: "
+                "the log is then written to BackupAndRestore's directory, with its options."
             )
         self.log_dir = log_dir
         self._storage_options = dict(storage_options or {})

@@ -39,7 +39,11 @@ def remember(files: Files, run: str, architecture: Architecture) -> None:
     except CorruptCheckpointError:
         pass  # the next number is free
     except CheckpointError as error:
-        warnings.warn(f"The model's architecture was not saved: {error}", stacklevel=2)
+        warnings.warn(
+            f"The model's architecture was not saved: {error} Training continues without it; "
+            "`keras-distplug export` may only be able to write safetensors files.",
+            stacklevel=2,
+        )
         return
     text = seal(asdict(architecture))
     path = f"{run}/{layout.model_file(max(numbers, default=0) + 1)}"

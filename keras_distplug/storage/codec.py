@@ -194,7 +194,7 @@ class Buffers:
                 np.empty((0, *spec.shape), spec.dtype)
             except (TypeError, ValueError) as error:
                 raise CorruptCheckpointError(
-                    f"{source}: `{spec}` cannot be read: {error}"
+                    f"{source}: `{spec}` cannot be read: {error}."
                 ) from error
         self._missing = {key: count_bytes([spec]) for key, spec in self._specs.items()}
         self._memory: dict[str, Memory] = {}
@@ -354,10 +354,13 @@ def _pieces(header: bytes, size: int, buffers: Buffers, source: str) -> list[tup
             offset = high
             pieces.append((name, length))
         if offset != size:
-            raise ValueError(f"it declares arrays of {offset} bytes, but they have {size} bytes")
+            raise ValueError(
+                f"its header declares arrays of {offset} bytes, but the file holds {size} bytes of "
+                "them"
+            )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{source} is not a valid safetensors file of this checkpoint: {error}"
+            f"{source} is not a valid safetensors file of this checkpoint: {error}."
         ) from error
     return pieces
 

@@ -123,8 +123,8 @@ class Writer:
             self._written = {}
             raise SaveError(
                 f"The checkpoint of step {state.cursor.step} could not be written to "
-                f"{self._store.where()}: {error} Earlier checkpoints are intact; a restarted run "
-                f"resumes from the newest one. {_remedy(error)}".rstrip()
+                f"{self._store.where()}: {str(error).rstrip('.')}. Earlier checkpoints are intact; "
+                f"a restarted run resumes from the newest one. {_remedy(error)}".rstrip()
             ) from error
 
     def _lead(self, state: TrainState, attempt: str) -> None:
@@ -194,7 +194,8 @@ class Writer:
                 # It is ours if only the storage's answer was lost.
                 if self._files.read(path) != text:
                     raise OtherRunError(
-                        f"{self._files.where(path)} already exists, and isn't from this run."
+                        f"{self._files.where(path)} already exists, and was not written by this "
+                        "run."
                     ) from None
 
         _retry(create)
@@ -358,20 +359,14 @@ def _verified_text(manifest: Manifest) -> str:
     try:
         text = manifest.to_json()
     except (TypeError, ValueError, RecursionError) as error:
-        where = find_unserializable(vars(manifest)) or ""
-        raise CheckpointError(
-            f"This checkpoint cannot be written, so it was not committed: {where}: {error}"
-        ) from error
+        where = find_unserializable(vars(manifest)) or "its state"
+        raise CheckpointError(f"{where} cannot be stored as JSON: {error}") from error
     try:
         read = Manifest.from_json(text, layout.MANIFEST)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"This checkpoint would not be readable, so it was not committed: {error}"
-        ) from error
+        raise CheckpointError(f"it would not be readable: {error}") from error
     if read.to_json() != text:
-        raise CheckpointError(
-            "This checkpoint would not be read back as written, so it was not committed."
-        )
+        raise CheckpointError("JSON would change some of its values")
     return text
 
 
@@ -401,15 +396,16 @@ def _remedy(error: Exception) -> str:
 
 def _fingerprint(state: TrainState) -> str:
     variables = [str(spec) for spec in codec.make_specs(state.arrays)]
-    return f"{len(variables)} variables, {compute_digest({'variables': variables})[:16]}"
+    return f"{len(variables)} variables, hash {compute_digest({'variables': variables})[:16]}"
 
 
 def _require_same(chiefs: str, others: str, rank: int) -> None:
     """Raises if two workers save different variables, whose shares would not fit together."""
     if chiefs != others:
         raise CheckpointError(
-            f"Worker {rank} saves other variables than worker 0 ({others}; {chiefs}). All workers "
-            "need the same model and the same callbacks, at least those that store arrays."
+            f"Expected all workers to save the same variables. Received: {chiefs}, on worker 0; "
+            f"{others}, on worker {rank}. Use the same model on all workers, and the same "
+            "callbacks, at least those that store arrays."
         )
 
 

@@ -49,7 +49,10 @@ def check_store(open: Open, *, skip: Collection[str] = ()) -> None:
     """
     if unknown := set(skip) - {check.__name__ for check in PROMISES}:
         known = ", ".join(check.__name__ for check in PROMISES)
-        raise ValueError(f"Expected promises to skip: {known}. Received: {sorted(unknown)}")
+        raise ValueError(
+            f"Expected `skip` to contain only names of promises: {known}. Received: "
+            f"{sorted(unknown)}"
+        )
     root, broken = f"check-{uuid.uuid4().hex}", list[str]()
     cause: Exception | None = None
     for check in PROMISES:

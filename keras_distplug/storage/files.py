@@ -319,8 +319,8 @@ def open_files(
             "Expected a folder, or a URL that starts with one of "
             f"{', '.join(each for each in _OPENERS if each not in _LOCAL)}. Received: "
             f"{scheme}://{rest.rpartition('@')[2]}. Mount other stores as a folder that all "
-            "workers share, or pass a function that opens them to "
-            "keras_distplug.register_store()."
+            "workers share, or call keras_distplug.register_store() with a function that opens "
+            "them."
         )
     files = _OPENERS[scheme](text, storage_options or {})
     # Methods inherited from the protocol `Files` itself do nothing.

@@ -61,7 +61,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not _FILE.fullmatch(self.file):
-            raise ValueError(f"Expected a path below the manifest. Received: {self.file!r}")
+            raise ValueError(f"Expected a path in the manifest's folder. Received: {self.file!r}")
         if not 0 <= self.bytes < _MOST:
             raise ValueError(f"Expected a size of 0 to 2**63 - 1 bytes. Received: {self.bytes}")
 
@@ -129,17 +129,20 @@ class Manifest:
         except ChangedError as error:
             raise CorruptCheckpointError(f"{source} was changed after it was written.") from error
         except ValueError as error:
-            raise CorruptCheckpointError(f"{source} is not a complete manifest: {error}") from error
+            raise CorruptCheckpointError(
+                f"{source} is not a complete manifest: {error}."
+            ) from error
         # Another release's manifest is intact, and must not be reported as damaged.
         if (schema_version := body.pop("schema_version", None)) != SCHEMA_VERSION:
             raise CheckpointError(
-                f"{source} has schema version {schema_version!r}, this release reads "
-                f"{SCHEMA_VERSION}. Read it with the release of keras_distplug that wrote it."
+                f"{source} has schema version {schema_version!r}, but this release of "
+                f"keras_distplug reads version {SCHEMA_VERSION} only. Read it with the release "
+                "that wrote it."
             )
         try:
             return _from_body(body)
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpointError(f"{source} is not a valid manifest: {error!r}") from error
+            raise CorruptCheckpointError(f"{source} is not a valid manifest: {error!r}.") from error
 
 
 def first_difference(

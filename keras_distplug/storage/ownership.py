@@ -112,8 +112,8 @@ class Ownership:
             self._end()
             raise FencedError(
                 f"{self._files.where()} was taken over by {self._successor()}, because this "
-                f"process, {os.getpid()}, showed no sign of life. It will no longer save or "
-                "delete anything. Do not restart it: the other process continues the run."
+                f"process, {os.getpid()}, showed no sign of life. This process will no longer "
+                "save or delete anything. Do not restart it: the other process continues the run."
             )
         self._confirmed_s = checked_s
 

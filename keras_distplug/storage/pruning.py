@@ -115,7 +115,8 @@ def prune(files: Files, run: str, going: Sequence[Outdated]) -> None:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(
                 f"Nothing was deleted from {files.where(run)}, because its newest checkpoint "
-                f"{newest} is not intact: {error} If a training has just replaced it, try again."
+                f"{newest} is not intact: {error} If a running job has just replaced that "
+                "checkpoint, try again."
             ) from error
     for each in going:
         # Delete the manifest first: if this is interrupted, the rest counts as no checkpoint.

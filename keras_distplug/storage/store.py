@@ -160,7 +160,11 @@ class CheckpointStore:
         self._quarantined.add(name)
         self._inventory.record_damaged(name)
         report(Quarantined(self.where(name), str(error)))
-        warnings.warn(f"The checkpoint {self.where(name)} is quarantined: {error}", stacklevel=3)
+        warnings.warn(
+            f"The checkpoint {self.where(name)} is quarantined: it is damaged and will not be "
+            f"restored. Cause: {error}",
+            stacklevel=3,
+        )
         note = {"reason": str(error), "found_utc": layout.now()}
         path = self.path(name, layout.DAMAGED)
         try:
@@ -169,7 +173,9 @@ class CheckpointStore:
             pass  # another process found the same damage
         except OSError as failure:
             warnings.warn(
-                f"{self.where(name, layout.DAMAGED)} could not be written: {failure}", stacklevel=3
+                f"{self.where(name, layout.DAMAGED)} could not be written: {failure}. A restarted "
+                "run will check this checkpoint again.",
+                stacklevel=3,
             )
 
     def committed(self, kind: Kind) -> list[str]:
@@ -375,7 +381,7 @@ class CheckpointStore:
             manifest = Manifest.from_json(text.decode(), self.where(name, layout.MANIFEST))
         except UnicodeDecodeError as error:
             raise CorruptCheckpointError(
-                f"{self.where(name, layout.MANIFEST)} is not a text file: {error}"
+                f"{self.where(name, layout.MANIFEST)} is not a text file: {error}."
             ) from error
         self._metrics[name] = manifest.metrics
         return manifest
@@ -442,9 +448,11 @@ class CheckpointStore:
 
     def _require_size(self, name: str, shard: Shard, found: int) -> None:
         if found != shard.bytes:
+            where = self.where(name, shard.file)
             raise CorruptCheckpointError(
-                f"{self.where(name, shard.file)} has "
-                f"{'more' if found > shard.bytes else found} bytes; {shard.bytes} were committed."
+                f"{where} has more bytes than the {shard.bytes} that were committed."
+                if found > shard.bytes
+                else f"{where} has only {found} of the {shard.bytes} bytes that were committed."
             )
 
     def _parts(self, name: str, shard: Shard) -> Iterator[memoryview]:

@@ -64,7 +64,10 @@ def _in_store(
 ) -> Iterator[Path]:
     folder, _, name = out.rpartition("/")
     if not name or folder.endswith(":/"):
-        raise ConfigurationError(f"Expected a file in a folder of a store. Received: {out!r}")
+        raise ConfigurationError(
+            "Expected the URL of a file in a folder, such as s3://bucket/exports/model.keras. "
+            f"Received: {out!r}"
+        )
     files = open_files(folder, storage_options)
     where = files.where(name)
     try:

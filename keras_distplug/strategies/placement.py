@@ -69,7 +69,7 @@ def place(
         return Placement(strategy, origin, origin)
     with embeddings.split(min_shard_bytes), strategy.scope():
         model = origin.rebuild(strategy) if isinstance(origin, Blueprint) else origin()
-    require_usable(model, "returned by the function given as `model`", own_arguments)
+    require_usable(model, "returned by the function passed as `model`", own_arguments)
     return Placement(strategy, model, origin)
 
 
@@ -83,8 +83,8 @@ def require_usable(model: Any, where: str, own_arguments: Mapping[str, Any]) -> 
     """
     if not isinstance(model, keras.Model):
         raise ModelError(
-            f"distributed_fit expects a compiled keras.Model, or a function that builds and "
-            f"compiles one. Received: {where} of type {type(model).__name__}."
+            "distributed_fit expects a compiled keras.Model, or a function that builds and "
+            f"compiles one. Received: an object of type {type(model).__name__}, {where}."
         )
     if not model.compiled:
         raise ModelError(
@@ -223,9 +223,10 @@ class Blueprint:
             )
             raise ModelError(
                 f"The model {self.model.name!r}, rebuilt inside the strategy's scope, differs "
-                f"from the original: expected {difference[0]}, received {difference[1]}. Its "
-                "`get_config` omits something that its variables depend on. Fix it, or pass a "
-                "function that builds and compiles the model: `distributed_fit(build, ...)`."
+                f"from the original: expected {difference[0]}, received {difference[1]}. The "
+                "`get_config` of the model or of one of its layers omits a setting that affects "
+                "the variables. Add that setting, or pass a function that builds and compiles the "
+                "model: `distributed_fit(build, ...)`."
             )
 
 
@@ -311,6 +312,6 @@ def _build_like(model: keras.Model, like: keras.Model) -> None:
     except Exception as error:
         raise ModelError(
             f"The model {like.name!r} of class {type(like).__name__} could not be built inside the "
-            f"strategy's scope for {config}: {error}. Pass a function that builds and compiles the "
-            "model: `distributed_fit(build, ...)`."
+            f"strategy's scope with the build configuration {config}: {error}. Pass a function "
+            "that builds and compiles the model: `distributed_fit(build, ...)`."
         ) from error

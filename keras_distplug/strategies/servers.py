@@ -59,7 +59,7 @@ def serve(
             f"{task_type}-{index} cannot listen on {addresses[task_type][index]}: {error.message}. "
             "Is the port already in use? Give every task a free port on its own machine."
         ) from error
-    announce(f"{task_type}-{index} serves {addresses['chief'][0]}")
+    announce(f"{task_type}-{index} is ready and serves the chief at {addresses['chief'][0]}")
     on_ready()
     wait_for_end(addresses["chief"][0], patience_s)
     announce(f"{task_type}-{index} exits: the chief has been unreachable for {patience_s:g} s")

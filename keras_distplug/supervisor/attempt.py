@@ -59,14 +59,14 @@ class Limits:
     silence_secs: float = 300.0
 
     def __post_init__(self) -> None:
-        for what, secs, bound in (
-            ("startup timeout", self.startup_secs, "> 0"),
-            ("grace period", self.grace_secs, ">= 0"),
-            ("timeout for signs of life", self.silence_secs, "> 0"),
+        for option, secs, bound in (
+            ("--startup-timeout", self.startup_secs, "> 0"),
+            ("--grace", self.grace_secs, ">= 0"),
+            ("--unresponsive-timeout", self.silence_secs, "> 0"),
         ):
             if not 0 <= secs < math.inf or (secs == 0 and bound == "> 0"):
                 raise ConfigurationError(
-                    f"The {what} must be {bound} s and finite. Received: {secs:g}"
+                    f"{option} must be {bound} s and finite. Received: {secs:g}"
                 )
 
 

@@ -132,7 +132,9 @@ class Server:
         guard.note_child(pid)
         if not _is_our_child(pid):
             os.kill(pid, signal.SIGKILL)
-            raise ServerError("on this system, forked processes do not become our children")
+            raise ServerError(
+                "on this system, the processes it forks do not become children of the supervisor"
+            )
         return pid
 
     def _receive(self) -> Mapping[str, Any]:

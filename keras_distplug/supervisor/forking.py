@@ -328,7 +328,7 @@ class _Preloaded(MetaPathFinder, Loader):
         for name, package in self._packages.items():
             found, loaded = _origin(name, but=self), package[name].__spec__
             if found != (loaded and loaded.origin):
-                return f"its {name} is {found}"
+                return f"it imports {name} from {found}"
         if start_settings(self._request.environ) != self._loaded.start_environ:
             return "it starts with other variables for Python or the loader (PYTHON*, LD_*)"
         had, has = self._loaded.settings, settings(os.environ)
@@ -361,7 +361,11 @@ def _start_over(request: Request, why: str) -> None:
     try:
         Path(request.refusals).write_text(why)
     except OSError as error:
-        warnings.warn(f"Could not report to the supervisor that {why}: {error}", stacklevel=2)
+        warnings.warn(
+            f"The script needs its own process, because {why}; this could not be reported to the "
+            f"supervisor: {error}",
+            stacklevel=2,
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(request.cwd)

@@ -103,10 +103,10 @@ def divide_gpus(
         return None
     share = len(gpus) // workers if per_worker is None else per_worker
     if share == 0 or share * workers > len(gpus):
-        wanted = "one each" if per_worker is None else f"{per_worker} each"
+        needed = max(share, 1)
         raise ConfigurationError(
-            f"{workers} workers with {wanted} need {max(share, 1) * workers} GPUs. "
-            f"Received {len(gpus)}: {','.join(gpus)}. Start fewer workers, or set "
+            f"Expected at least {needed * workers} GPUs (workers: {workers}, GPUs per worker: "
+            f"{needed}). Received: {len(gpus)} ({','.join(gpus)}). Start fewer workers, or set "
             "CUDA_VISIBLE_DEVICES='' to train on CPUs."
         )
     return [tuple(gpus[worker * share : (worker + 1) * share]) for worker in range(workers)]
@@ -122,9 +122,10 @@ def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
     tasks = sum(map(len, role.cluster.values()))
     if tasks > 1:
         raise ConfigurationError(
-            f"{role.source} says that this process is {role.name} of {tasks}: a "
-            "scheduler starts the workers. Let it run the script directly (`python train.py`)"
-            f", or unset {VARIABLES[role.source]} to run a local group."
+            f"{role.source} says that this process is {role.name} of {tasks} tasks, so a scheduler "
+            "already starts the workers. Let the scheduler run the script directly "
+            f"(`python train.py`), or unset {VARIABLES[role.source]} to start workers on this "
+            "machine only."
         )
 
 

@@ -127,7 +127,10 @@ class Outbox:
             self._changed.notify_all()
             lost = len(self._waiting) + self._dropped
         if lost:
-            announce(f"{self._tracker.name} did not receive {lost} points and incidents.")
+            announce(
+                f"{self._tracker.name} did not receive {lost} entries of this run (metrics of a "
+                "step, or incidents such as a restart)."
+            )
 
     def _insist(self, act: Callable[[], None]) -> bool:
         """Calls `act` until it raises no error; returns False if this outbox ends before that."""

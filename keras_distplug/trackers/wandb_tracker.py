@@ -81,9 +81,9 @@ class WandbTracker:
         require_package("wandb", type(self).__name__, "wandb")
         if reserved := sorted(init.keys() & set(_OURS)):
             raise ConfigurationError(
-                f"{type(self).__name__} sets {', '.join(map(repr, reserved))} itself, so that all "
-                "attempts share one run. Leave it out, or open the run in the script and pass it "
-                "as `run`."
+                f"Expected no argument that {type(self).__name__} sets itself to continue the "
+                f"same W&B run after a restart. Received: {', '.join(reserved)}. Omit such "
+                "arguments, or call `wandb.init` in the script and pass its result as `run`."
             )
         if run is not None and (project is not None or settings or init):
             raise ConfigurationError(

@@ -109,7 +109,7 @@ def _set_aside(checkpoint: Path) -> None:
 # Kinds of damage: the function that causes it, the reason in messages, is it visible by size?
 HARM: dict[str, tuple[Callable[[Path], None], str, bool]] = {
     "flipped": (_flip, "has changed since it was written", False),
-    "cut": (_cut, "bytes were committed|were committed", True),
+    "cut": (_cut, "bytes that were committed", True),
     "grown": (_grow, "more bytes", True),
     "missing": (lambda checkpoint: _shard(checkpoint).unlink(), "is missing", True),
     "manifest": (_change_manifest, "was changed after it was written", True),

@@ -73,8 +73,8 @@ class HidingCompile(keras.Sequential):
 
 def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> None:
     """The model must be compiled, of a kind that can be moved, under the requested strategy."""
-    refuse(ModelError, "expects a compiled keras.Model.*type int", 3, X, Y)
-    refuse(ModelError, "returned by the function.*type str", lambda: "model", X, Y)
+    refuse(ModelError, "expects a compiled keras.Model.*type int, passed as", 3, X, Y)
+    refuse(ModelError, "type str, returned by the function", lambda: "model", X, Y)
     refuse(ModelError, "is not compiled. Call", keras.Sequential([keras.layers.Dense(1)]), X, Y)
     no_config = NoConfig(1)
     no_config.compile("sgd", "mse")

@@ -314,7 +314,7 @@ def test_in_another_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     thread.start()
     thread.join(100)
     assert done
-    assert "signals are not noticed" in caplog.text
+    assert "signals do not save a checkpoint" in caplog.text
 
 
 def test_notice_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

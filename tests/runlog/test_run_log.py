@@ -664,7 +664,7 @@ def test_without_a_folder(callbacks: Any, message: str, tmp_path: Path) -> None:
 
 
 def test_options_without_a_folder() -> None:
-    with pytest.raises(kd.errors.ConfigurationError, match="`storage_options` is for `log_dir`"):
+    with pytest.raises(kd.errors.ConfigurationError, match="`storage_options` without `log_dir`"):
         kd.RunLog(storage_options={"endpoint_url": "http://127.0.0.1"})
 
 

@@ -150,7 +150,7 @@ def test_other_schema_version() -> None:
 )
 def test_shard_escapes(file: str) -> None:
     """A shard is below its manifest, with a plain name."""
-    with pytest.raises(ValueError, match="below the manifest"):
+    with pytest.raises(ValueError, match="in the manifest's folder"):
         Shard(file, 0, "")
 
 

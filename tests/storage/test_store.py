@@ -133,7 +133,9 @@ def test_unreadable_state_is_not_committed(root: Path, field: str) -> None:
     checkpoints = store(root, keep_last=1)
     checkpoints.save(state(4))
     saved = dataclasses.replace(state(5), **UNREADABLE[field])
-    with pytest.raises(CheckpointError, match="was not committed") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"stored as JSON|not be readable|JSON would"
+    ) as raised:
         checkpoints.save(saved)
     assert field in str(raised.value)
     assert holds(checkpoints.newest("step"), state(4))
@@ -502,7 +504,7 @@ def test_length_is_reported(root: Path) -> None:
     whole = shard.stat().st_size
     cut(shard, whole - 5)
     with pytest.raises(
-        CorruptCheckpointError, match=f"{shard} has {whole - 5} bytes; {whole} were"
+        CorruptCheckpointError, match=f"{shard} has only {whole - 5} of the {whole} bytes"
     ):
         store(root).verify("step-00000001")
 

@@ -34,7 +34,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> object:
 def test_too_late(joined: object) -> None:
     """Timeouts passed after the cluster has formed cause a warning with a remedy."""
     with pytest.warns(
-        UserWarning, match=r"already exists.*heartbeat_secs=4\.0.*--heartbeat-timeout"
+        UserWarning, match=r"already joined.*heartbeat_secs=4\.0.*--heartbeat-timeout"
     ):
         assert startup.init(heartbeat_timeout_secs=4.0) is joined
 

@@ -344,7 +344,7 @@ ANOTHER_HEAVY = """
     [
         (SETS_ENVIRONMENT, "late", "it sets TF_READ before it imports TensorFlow"),
         (INSTALLS_HOOK, "None", "it installs an import hook (<__main__.Hook object at "),
-        (ANOTHER_HEAVY, "other", "its heavy is "),
+        (ANOTHER_HEAVY, "other", "it imports heavy from "),
     ],
     ids=["environment", "hook", "another module"],
 )

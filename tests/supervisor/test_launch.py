@@ -110,7 +110,9 @@ def test_divide_gpus() -> None:
 @pytest.mark.parametrize(("workers", "per_worker", "needed"), [(3, None, 3), (1, 3, 3), (2, 2, 4)])
 def test_too_few_gpus(workers: int, per_worker: int | None, needed: int) -> None:
     """If there are too few GPUs, the error says how many are needed and how to train without."""
-    with pytest.raises(ConfigurationError, match=rf"need {needed} GPUs. Received 2.*_DEVICES=''"):
+    with pytest.raises(
+        ConfigurationError, match=rf"least {needed} GPUs .*Received: 2.*_DEVICES=''"
+    ):
         divide_gpus(["0", "1"], workers, per_worker)
 
 
@@ -153,7 +155,7 @@ def test_foreign_cluster() -> None:
 )
 def test_foreign_cluster_of_other_sources(variable: str, environ: dict[str, str]) -> None:
     """The error names the variable to unset, which fixes it."""
-    with pytest.raises(ConfigurationError, match=f"0 of 2: a scheduler.*unset {variable} to run"):
+    with pytest.raises(ConfigurationError, match=f"0 of 2 tasks, .*unset {variable} to start"):
         refuse_foreign_cluster(environ)
     del environ[variable]
     refuse_foreign_cluster(environ)

@@ -536,14 +536,14 @@ def test_inside_a_cluster() -> None:
     tf_config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     done = cli("run", "--workers", "2", "--", "true", TF_CONFIG=tf_config)
     assert done.returncode == 2
-    assert "worker-0 of 2: a scheduler starts the workers" in done.stderr
+    assert "worker-0 of 2 tasks, so a scheduler already starts the workers" in done.stderr
 
 
 def test_too_few_gpus() -> None:
     """Fewer GPUs than workers are an error before anything is started."""
     done = cli("run", "--workers", "2", "--", "true", CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 2
-    assert "need 2 GPUs. Received 1: 0" in done.stderr
+    assert "at least 2 GPUs (workers: 2, GPUs per worker: 1). Received: 1 (0)." in done.stderr
 
 
 def test_version() -> None:

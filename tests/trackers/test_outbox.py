@@ -203,7 +203,7 @@ def test_server_that_is_down(
     assert time.monotonic() - begun_s < 0.9
     assert tracker.points == []
     assert len(heard.events) == 1
-    assert "did not receive 7 points and incidents" in caplog.text
+    assert "did not receive 7 entries of this run" in caplog.text
 
 
 def test_tracker_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,7 +91,9 @@ def request(
             while part := response.read(_MAX_BYTES, decode_content=False):
                 body += part
                 if len(body) > _MAX_BYTES:
-                    raise MetadataError(f"{url}: expected at most {_MAX_BYTES} bytes")
+                    raise MetadataError(
+                        f"{url}: expected at most {_MAX_BYTES} bytes. Received: a longer response"
+                    )
         return Reply(url, response.status, response.headers, body.decode())
     except (HTTPError, http.client.HTTPException, OSError, UnicodeDecodeError) as error:
         late = f" within {timeout_s:g} s" if time.monotonic() >= end_s else ""

@@ -65,7 +65,10 @@ class Watcher:
                 try:
                     self._report(notice)
                 except Exception as error:  # noqa: BLE001 (no caller in this thread)
-                    announce(f"{notice}: handling it failed: {error!r}")
+                    announce(
+                        f"{notice.source} {notice.announced}: the notice is ignored, because "
+                        f"handling it failed: {error!r}"
+                    )
                 if notice.is_final:
                     return
             if self._is_closed.wait(self._every_secs):
@@ -77,7 +80,11 @@ class Watcher:
         except Exception as error:  # noqa: BLE001 (logged, and polled again)
             if not self._is_closed.is_set() and type(error) not in self._troubles:
                 self._troubles.add(type(error))
-                what = str(error) if isinstance(error, MetadataError) else f"a bug: {error!r}"
+                what = (
+                    str(error)
+                    if isinstance(error, MetadataError)
+                    else f"an unexpected error: {error!r}"
+                )
                 announce(
                     "preemption notices cannot be read; retrying every "
                     f"{self._every_secs:g} s: {what}"

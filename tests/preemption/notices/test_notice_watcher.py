@@ -73,7 +73,7 @@ def test_bug_in_a_poll(logged: Logged) -> None:
     assert watched(script(MetadataError("down"), bug, bug, FINAL)) == [FINAL]
     down, unexpected, again = logged()
     assert down.endswith("s: down")
-    assert unexpected.endswith("a bug: AttributeError('no such thing')")
+    assert unexpected.endswith("an unexpected error: AttributeError('no such thing')")
     assert again.endswith("can be read again")
 
 
