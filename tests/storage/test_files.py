@@ -12,10 +12,10 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from threading import Event, current_thread
+from threading import Event, current_thread, get_ident
 from typing import Any
 
 import pytest
@@ -51,6 +51,17 @@ def test_one_process_wins(files: LocalFiles) -> None:
         assert sorted(ended) == [0, 1, 1, 1, 1, 1]
         assert files.read(path) == data[ended.index(0)]
         assert files.names(f"round-{round_}") == ["file"]
+
+
+def replace_here(monkeypatch: pytest.MonkeyPatch, call: str, function: Callable[..., Any]) -> None:
+    """Replaces a function of `os` in this thread. Others are not affected, such as the heartbeat
+    of a directory that an earlier test has claimed."""
+    stock, here = getattr(os, call), get_ident()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (function if get_ident() == here else stock)(*args, **kwargs)
+
+    monkeypatch.setattr(os, call, called)
 
 
 def test_create_is_durable(files: LocalFiles) -> None:
@@ -129,8 +140,8 @@ def test_new_folders_are_durable(files: LocalFiles, monkeypatch: pytest.MonkeyPa
         synced.append("linked")
         link(source, target)
 
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "link", watched_link)
+    replace_here(monkeypatch, "fsync", watched_fsync)
+    replace_here(monkeypatch, "link", watched_link)
     files.create("a/b/c", [NEW])
     root = Path(files.where())
     before, after = synced[: synced.index("linked")], synced[synced.index("linked") + 1 :]
@@ -261,7 +272,7 @@ def test_failing_call(
             raise OSError(errno.EIO, "broken")
         real(*args)
 
-    monkeypatch.setattr(os, call, fail)
+    replace_here(monkeypatch, call, fail)
     for failing in range(1, count + 1):
         numbers = itertools.count(1)
         files = LocalFiles(tmp_path / str(failing))
@@ -282,7 +293,7 @@ def test_no_hard_links(files: LocalFiles, monkeypatch: pytest.MonkeyPatch, code:
         refused.append(target)
         raise OSError(getattr(errno, code), code)
 
-    monkeypatch.setattr(os, "link", link)
+    replace_here(monkeypatch, "link", link)
     files.create("a/b", [OLD])
     with pytest.raises(FileExistsError):
         files.create("a/b", [NEW])
@@ -299,7 +310,7 @@ def test_lost_reply(files: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
         real(source, target)
         real(source, target)
 
-    monkeypatch.setattr(os, "link", link_twice)
+    replace_here(monkeypatch, "link", link_twice)
     files.create("a/b", [OLD])
     with pytest.raises(FileExistsError):
         files.create("a/b", [NEW])
@@ -400,7 +411,7 @@ def test_mounts_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(code, os.strerror(code))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", folders_refuse)
+    replace_here(monkeypatch, "fsync", folders_refuse)
     files = open_files(tmp_path)
     code = errno.EINVAL
     files.create("a", [NEW])

@@ -45,6 +45,22 @@ HASTY = Timing(beat_secs=60.0, stale_secs=0.1, look_secs=0.01)
 ELSEWHERE = replace(HERE, host="another", boot="another")
 
 
+@pytest.fixture(autouse=True)
+def end_heartbeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the heartbeats that a test has started and not ended."""
+    started: list[ownership.Ownership] = []
+    stock = ownership.Ownership.start_beating
+
+    def start_beating(self: ownership.Ownership) -> None:
+        started.append(self)
+        stock(self)
+
+    monkeypatch.setattr(ownership.Ownership, "start_beating", start_beating)
+    yield
+    for each in started:
+        each._end()
+
+
 @contextmanager
 def owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", OWNER, str(folder)]
