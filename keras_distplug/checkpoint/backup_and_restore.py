@@ -385,7 +385,9 @@ class BackupAndRestore(RunKeeper):
                         self._state.step, lambda: self._state.take(logs), is_last=is_last
                     )
         elif self._role.is_chief:
-            announce(f"epoch {epoch + 1} ended with a non-finite loss; no checkpoint is made of it")
+            announce(
+                f"no checkpoint is saved at the end of epoch {epoch + 1}: its loss is not finite"
+            )
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         models.start_at_epoch(self.model, None)

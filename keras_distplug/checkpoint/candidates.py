@@ -94,7 +94,7 @@ class Candidates:
         if found.is_local:
             self._rejected.add(found.stored.manifest.nonce)
             report(Quarantined(found.where, str(damage)))
-            warnings.warn(f"{found.where} is skipped: {damage}", stacklevel=2)
+            warnings.warn(f"Skipped the local checkpoint {found.where}: {damage}", stacklevel=2)
         elif not isinstance(damage, CorruptCheckpointError):
             raise damage
         elif self._is_chief:

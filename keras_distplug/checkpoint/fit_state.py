@@ -356,7 +356,7 @@ class FitState:
         self._settle_changes(ends=False)
         changed = self._compilation.fit_optimizer(manifest.how_built)
         if changed is not None and self._role.is_chief:
-            announce(f"other variables are trained than at the checkpoint: {changed}")
+            announce(f"the set of trained variables has changed since the checkpoint: {changed}")
         models.start_at_epoch(self._model, manifest.cursor.epoch)
         cursor, place = manifest.cursor, manifest.data.get("train")
         self._validated = manifest.data.get("validation", 0)
@@ -369,12 +369,13 @@ class FitState:
                 why = (
                     "the data has changed"
                     if self._has_other_data
-                    else "the position in the data is not known (`fit` is not Keras', or the "
-                    "data was already distributed)"
+                    else "the position in the data is not known (training does not use Keras' "
+                    "`fit`, or the data was already distributed)"
                 )
                 announce(
-                    f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
-                    f"starts again from its first batch, because {why}"
+                    f"the checkpoint was saved after batch {cursor.batch} of epoch "
+                    f"{cursor.epoch + 1}; the epoch starts again from its first batch, because "
+                    f"{why}"
                 )
         elif cursor.batch:
             self._resume_epoch(manifest, self._progress, place)
@@ -432,8 +433,8 @@ class FitState:
         before, now = place["batch_size"], following.data.source.batch_size
         if before != now and batch != math.inf and self._role.is_chief:
             announce(
-                f"global batches had {before} samples and now have {now}; the epoch continues with "
-                f"the next sample, as batch {int(batch) + 1}"
+                f"the global batch size has changed from {before} to {now}; the epoch continues "
+                f"with the first sample that was not trained yet, in batch {int(batch) + 1}"
             )
         trained = capture.capture(self._model)
 

@@ -91,7 +91,8 @@ def rebuilt(
     """
     if tf.distribute.has_strategy():
         raise ConfigurationError(
-            "A model cannot be exported within the scope of a strategy. Call this outside of it."
+            "A model cannot be exported within the scope of a strategy. Call `export` outside the "
+            "scope."
         )
     with models.random_state_kept():
         model = _rebuilt(architecture, manifest)
@@ -139,8 +140,8 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
         raise not_rebuilt(error) from error
     if models.optimizer_targets(model) != manifest.how_built["optimizers"]:
         raise OtherRunError(
-            "The optimizer of the rebuilt model trains other variables than that of the "
-            f"checkpoint. {EXPORT_INSTEAD}"
+            "The optimizer of the rebuilt model does not train the same variables as the optimizer "
+            f"in the checkpoint. {EXPORT_INSTEAD}"
         )
     return model
 

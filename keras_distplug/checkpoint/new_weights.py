@@ -27,8 +27,9 @@ class NewWeights:
         self._weights = weights
         if new and self._is_chief:
             paths = sorted(weights[each].path for each in new)
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             announce(
-                f"{len(paths)} weights were added to the model during training, including "
-                f"`{paths[0]}`: after a restart, this script cannot resume from checkpoints saved "
-                "from now on. Create all weights before `fit`"
+                f"weights were added to the model during training (`{paths[0]}`{more}): after a "
+                "restart, this script cannot resume from checkpoints saved from now on. Create "
+                "all weights before `fit`"
             )

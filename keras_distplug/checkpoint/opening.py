@@ -154,7 +154,7 @@ class _Opening:
         if (earlier := self._earlier_run(sequence.values())) is not None:
             announce(
                 f"{self.files.where(earlier.name)} is the run of this model and this data; newer "
-                "runs in the directory belong to others"
+                "runs in the directory belong to different models or different data"
             )
             return earlier
         if not _is_finished(self.files, last) and layout.places(self.files, last.name):
@@ -240,9 +240,9 @@ def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
     found = opening.choose(sequence, place, has_trained=before.has_trained)
     if before.has_trained and found is sequence[place] and _is_finished(files, found):
         announce(
-            f"{files.where(found.name)} is the run of this fit, but continued from an earlier "
-            f"state of {before.run.name}, which was trained further: starting this fit from "
-            "scratch"
+            f"{files.where(found.name)} is the finished run of this `fit` call, but "
+            f"{before.run.name}, which precedes it, has been trained further since: starting this "
+            "`fit` call from scratch"
         )
         return opening.start(before.run)
     return found

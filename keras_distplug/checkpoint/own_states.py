@@ -103,7 +103,10 @@ def restore(
 
     def announce_new_metrics(differs: str) -> None:
         if role.is_chief and in_epoch:
-            announce(f"the metrics of this epoch start with the next batch: {differs}")
+            announce(
+                "not all metrics of this epoch include the batches before the checkpoint: the "
+                f"metrics {differs}"
+            )
 
     def restore() -> str | None:
         if not with_metrics:
@@ -164,8 +167,8 @@ def restore_existing(
                 assign(variable, values, rank, world_size)
         there = [array.shape for array in stored[0]] if stored else []
         if len(there) != len(shapes):
-            return f"they had {len(there)} variables at the checkpoint and now have {len(shapes)}"
-        return f"their variables had shapes {there} at the checkpoint and now have {shapes}"
+            return f"had {len(there)} variables at the checkpoint and now have {len(shapes)}"
+        return f"had variables of shapes {there} at the checkpoint and now have {shapes}"
     for place, variable in enumerate(variables):
         if id(variable) not in counting:
             assign(variable, [each[place] for each in stored], rank, world_size)

@@ -82,8 +82,8 @@ def compare(
     other_values = _other_values(there.contents, here.contents) if is_chief else None
     if other_values is not None and source.holds_state and not ends:
         announce(
-            f"{other_values} since the checkpoint. Ignore this if reading the data changes it; if "
-            "it is different data, pass resume=False"
+            f"{other_values} since the checkpoint. This is expected if reading the data changes "
+            "its values; to train on different data, pass resume=False"
         )
         other_values = None
     if ends:
@@ -221,7 +221,7 @@ def _is_other(
         remedy = (
             "allow_data_change=True to get the finished run's History and weights"
             if ends
-            else "allow_data_change=True to continue with these from the start of the epoch"
+            else "allow_data_change=True to continue with the new data from the start of the epoch"
         )
         raise OtherRunError(
             f"{where} was trained on other data. First difference: {difference}. Give the "

@@ -270,10 +270,10 @@ class Saves:
                 continue  # all workers end at the same step, after the chief's next message
             report(SaveFailed(saved.step, len(self._failures), self._is_local, str(saved.error)))
             if self._is_local or self._is_chief:
-                end = "" if self._is_local else f", but ends at {self._patience}"
+                end = "" if self._is_local else f", but ends with an error after {self._patience}"
                 warnings.warn(
-                    f"A {self._what} failed ({len(self._failures)} consecutive); training continues"
-                    f"{end}. {saved.error}",
+                    f"A {self._what} could not be saved (consecutive failures: "
+                    f"{len(self._failures)}); training continues{end}. {saved.error}",
                     stacklevel=2,
                 )
 

@@ -160,8 +160,8 @@ def not_rebuilt(error: Exception) -> ModelError:
     """Returns the error for a model that cannot be rebuilt, with advice."""
     return ModelError(
         f"The model of the run could not be rebuilt: {error} Register custom classes and functions "
-        "with @keras.saving.register_keras_serializable() in a module that is imported before "
-        "(--import MODULE of the command); Lambda layers cannot be rebuilt. "
+        "with @keras.saving.register_keras_serializable() in a module, and import the module "
+        "before this call (for a command: with --import MODULE). Lambda layers cannot be rebuilt. "
         f"{EXPORT_INSTEAD}"
     )
 
@@ -181,7 +181,7 @@ class _Check:
             of: The Keras class whose arguments these are; None for other entries.
         """
         if depth > _MOST_DEEP:
-            raise ModelError(f"The model description is nested more than {_MOST_DEEP} deep.")
+            raise ModelError(f"The model description is nested more than {_MOST_DEEP} levels deep.")
         arguments_of = None
         # Keras uses the same rule to distinguish objects from dictionaries.
         if isinstance(config, Mapping) and {"class_name", "config"} <= config.keys():

@@ -94,7 +94,7 @@ def _peer_lost(role: Role, who: str, remedy: str, cause: Exception) -> PeerLostE
         f"{role.name} lost {who}. Training cannot continue without it: {remedy}. With "
         "`BackupAndRestore` among the callbacks, training then resumes from the newest checkpoint. "
         f"This process exits with code {ExitCode.PEER_LOST:d} unless the error is caught. "
-        f"Noticed by {type(cause).__name__}: {first_line[:_CAUSE_CHARS]}"
+        f"Original error: {type(cause).__name__}: {first_line[:_CAUSE_CHARS]}"
     )
 
 

@@ -42,7 +42,7 @@ def listen(role: Role, patience_secs: float = _PATIENCE_SECS) -> socket.socket:
                     f"{role.name} cannot listen on port {port}, where the other tasks expect it "
                     f"({address}, from {role.source}): {error.strerror}. Expected a port that no "
                     "other process of this machine uses. End that process, or give this task "
-                    "another port in the cluster of every task."
+                    "another port in the cluster definition of every task."
                 ) from None
         time.sleep(_PAUSE_SECS)
 

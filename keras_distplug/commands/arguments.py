@@ -365,7 +365,8 @@ def _json_object(text: str) -> dict[str, Any]:
         found = json.loads(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(
-            f"expected a JSON object, or @FILE to read it from a file. It cannot be read: {error}"
+            "expected a JSON object, or @FILE to read one from a file. Received a value that "
+            f"cannot be read: {error}"
         ) from error
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(

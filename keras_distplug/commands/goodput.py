@@ -118,9 +118,9 @@ def _print(document: Mapping[str, Any]) -> None:
     tables.say_table("", ("", "seconds", "share", ""), rows, right=("seconds", "share"))
     for category, unknown_s in document["unknown_waits_secs"].items():
         tables.say(
-            f"{unknown_s:.1f} s of steps include an unknown time {_WAITS[category]}: XLA compiles "
-            "them, one execution runs several of them, or a chief schedules them on workers. All "
-            "of it counts as training."
+            f"{unknown_s:.1f} s of steps include time {_WAITS[category]} that cannot be measured, "
+            "because XLA compiles these steps, one execution runs several of them, or a chief "
+            "schedules them on workers. All of this time counts as training."
         )
     tables.say("")
     attempts = [

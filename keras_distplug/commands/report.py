@@ -28,7 +28,9 @@ def run(parsed: argparse.Namespace) -> int:
     name = _name(files.where(), location.run)
     out = None if parsed.out == _STDOUT else Path(parsed.out or f"{name}.html")
     if out is not None and out.exists() and not parsed.overwrite:
-        raise ConfigurationError(f"{out} exists. Give another name, or --overwrite.")
+        raise ConfigurationError(
+            f"{out} already exists. Give another name with -o, or --overwrite."
+        )
     with progress_bar.bar() as bar:
         names = run_logs.names(location, parsed)
         bar.start("reading logs", len(names), "runs")

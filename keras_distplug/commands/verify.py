@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
             }
         )
     elif whole or damaged:
-        what = "whole" if parsed.deep else "of the right size (--deep also reads their bytes)"
+        what = "intact" if parsed.deep else "of the right size (--deep also reads their bytes)"
         counted = tables.plural(len(whole), "checkpoint")
         tables.say(f"{counted} {what}, {len(damaged)} damaged or unreadable")
     if not whole and not damaged:

@@ -121,7 +121,9 @@ class Supervised:
                 os.close(file)
         except OSError as error:
             warnings.warn(
-                f"The checkpoint of step {step} could not be reported to the supervisor: {error}",
+                f"The checkpoint of step {step} was saved, but could not be reported to "
+                f"`keras-distplug run`, which may count this attempt as one without "
+                f"progress: {error}",
                 stacklevel=2,
             )
 

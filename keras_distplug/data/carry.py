@@ -53,8 +53,8 @@ def _pack_one(name: str, part: Any) -> Callable[[], Any]:
 
 def _cannot_carry(name: str, why: str) -> DataError:
     return DataError(
-        f"The dataset `{name}` was made before the cluster was formed, and cannot be carried over: "
-        f"{why}. Either call `keras_distplug.init()` at the top of the script, before any model, "
-        "tensor or dataset is made, or pass a function that makes the dataset: "
+        f"The dataset `{name}` was created before this process joined the cluster, and cannot be "
+        f"transferred: {why}. Either call `keras_distplug.init()` at the top of the script, before "
+        "any model, tensor or dataset is created, or pass a function that creates the dataset: "
         f"`distributed_fit(model, make_{name}, ...)`."
     )

@@ -377,8 +377,8 @@ def _as_array(value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype == object and not all(isinstance(each, str | bytes) for each in array.flat):
         raise TypeError(
-            f"a value of type {type(value).__name__} is neither an array of numbers nor of texts; "
-            "its dtype is object"
+            f"a value of type {type(value).__name__} is neither an array of numbers nor of "
+            "strings; its dtype is object"
         )
     # Keras computes in floatx and casts on entry.
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array

@@ -171,8 +171,8 @@ class Positioned(readers.LateDistributedDataset):
             if (why_not := self.source.why_not_on_workers) is not None:
                 raise DataError(
                     "Under ParameterServerStrategy, every worker reads the data itself, but "
-                    f"{why_not}. Give arrays, a tf.data.Dataset of TensorFlow's operations only, "
-                    "or a function that returns one."
+                    f"{why_not}. Give arrays, a tf.data.Dataset that only uses TensorFlow "
+                    "operations, or a function that returns one."
                 )
             strategy = workers.make_chief_strategy()
         if strategy is not self._strategy:

@@ -188,9 +188,10 @@ def _announce_orders(source: Source, what: str) -> None:
     """Reports shuffles whose orders are not those of plain Keras."""
     if isinstance(source, TfData) and (titles := source.reordered):
         announce(
-            f"{' and '.join(f'`{title}`' for title in titles)} of the {what} is read several times "
-            "in a pass, as by `repeat`, so in later passes it shuffles in another order than in "
-            "plain Keras; a resumed run sees the same order as an uninterrupted one"
+            f"every pass over the {what} reads the result of "
+            f"{' and '.join(f'`{title}`' for title in titles)} several times, as with `repeat`: "
+            "from the second pass on, the order of the samples differs from plain Keras'. A "
+            "resumed run sees the same order as an uninterrupted one"
         )
 
 

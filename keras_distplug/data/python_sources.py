@@ -176,8 +176,8 @@ class PyData(Source):
                 announce(
                     f"{type(self._given).__name__}.on_epoch_end changed nothing that is saved. If "
                     "it changes anything else, such as a dict of arrays or a file, a resumed run "
-                    "will not restore it: keep changing values in an attribute, for example as an "
-                    "array of indices"
+                    "will not restore it: store values that change in an attribute, for example as "
+                    "an array of indices"
                 )
         for name in set(self._attributes.too_large() if self._hooks else ()) - self._reported:
             self._reported.add(name)

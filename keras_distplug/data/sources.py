@@ -289,9 +289,10 @@ class TfData(Source):
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
-                "The dataset was already iterated over in this process, and cannot be rewound: "
-                f"{self._why_unreadable}. Its `shuffle` steps yield the orders of later passes, "
-                "instead of those of this run. Create the dataset again before `fit`.",
+                "The dataset was already iterated over in this process, and its shuffled orders "
+                "cannot be reset, because the pipeline cannot be inspected: "
+                f"{self._why_unreadable}. This `fit` sees the samples in another order than in a "
+                "new process. Create the dataset again before `fit`.",
                 stacklevel=2,
             )
         with earlier_passes.paused():

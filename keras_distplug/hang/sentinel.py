@@ -66,8 +66,8 @@ class Sentinel:
             )
         except OSError as error:
             warnings.warn(
-                f"The sentinel process of {worker} could not be started: {error}. Hangs in C code "
-                "that holds the interpreter's lock will not be detected.",
+                f"The process that watches {worker} for hangs could not be started: {error}. Hangs "
+                "in C code that holds Python's global interpreter lock (GIL) will not be detected.",
                 stacklevel=2,
             )
         finally:

@@ -112,10 +112,11 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
     """
     there = names(files)
     if not there or name not in (None, *there):
-        what = "no incident" if name is None else f"no incident {name!r}"
+        what = "no saved batch" if name is None else f"no saved batch {name!r}"
         raise NoCheckpointError(
             f"{files.where(FOLDER)} contains {what}. Existing ones: {', '.join(there) or 'none'}. "
-            "A NaNWatchdog saves them there when used with a BackupAndRestore."
+            "NaNWatchdog saves the batches of skipped updates there, if BackupAndRestore is among "
+            "the callbacks."
         )
     path = f"{FOLDER}/{name or there[-1]}"
     try:

@@ -49,8 +49,8 @@ class Incidents:
             return diagnose(of_model.model, fault.batch, of_model.stock["train_step"])
         except Exception as error:  # noqa: BLE001 (the step may be the user's)
             warnings.warn(
-                f"The batch of replica {fault.replica}, whose update was skipped, could not be "
-                f"recomputed: {type(error).__name__}: {error}",
+                f"The origin of the skipped update of replica {fault.replica} is unknown, because "
+                f"its batch could not be recomputed: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
             return None
@@ -87,8 +87,8 @@ class Incidents:
                 _warn(name, error)
             else:
                 announce(
-                    f"the batch was saved to {future.result()}: inspect it with "
-                    "`keras-distplug replay`"
+                    f"the batch of the skipped update was saved to {future.result()}: inspect it "
+                    "with `keras-distplug replay`"
                 )
 
     def end(self) -> None:

@@ -183,8 +183,8 @@ class NaNWatchdog(Watchdog):
         if self._on_workers is not None:
             announce(
                 "NaNWatchdog: under ParameterServerStrategy, workers train asynchronously. "
-                "Non-finite updates are skipped and counted, but it is not reported which worker "
-                "they came from, and `max_score` and `max_incidents` do not apply"
+                "Non-finite updates are skipped and counted, but the worker that they came from is "
+                "not reported, and `max_score` and `max_incidents` do not apply"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -371,7 +371,7 @@ class NaNWatchdog(Watchdog):
         )
         if self._role.is_chief:
             report(_as_event(fault))
-            announce(f"an update was skipped ({self._consecutive} consecutive). {fault}")
+            announce(f"an update was skipped (consecutive skips: {self._consecutive}). {fault}")
         if self.on_fault is not None:
             self.on_fault(fault)
 

@@ -212,7 +212,7 @@ ROWS: dict[str, Row] = {
     "batch size, with `allow_batch_change=True`": Row(
         SCRIPT,
         Script(given={"batch_size": 10}, ours={"allow_batch_change": True}),
-        "global batches had 8 samples and now have 10",
+        "the global batch size has changed from 8 to 10",
         epochs_are(3),
     ),
     "`steps_per_epoch`": Row(
@@ -268,7 +268,7 @@ ROWS: dict[str, Row] = {
     "layers that are trained": Row(
         SCRIPT,
         Script(),
-        "other variables are trained than at the checkpoint",
+        "the set of trained variables has changed since the checkpoint",
         first=Script(trains_all=False),
     ),
     "`keras.utils.set_random_seed`": Row(

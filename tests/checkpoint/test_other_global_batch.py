@@ -144,7 +144,7 @@ def test_every_sample_keeps_its_place(
         found += samples
     assert history is not None
     assert history.epoch == [0, 1, 2]
-    assert f"global batches had {second} samples and now have {third}" in caplog.text
+    assert f"the global batch size has changed from {second} to {third}" in caplog.text
     shorter = min(len(found), len(expected))
     assert found[:shorter] == expected[:shorter]
     if "steps_per_epoch" not in make(1):

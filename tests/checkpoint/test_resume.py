@@ -343,7 +343,7 @@ def test_mid_epoch_checkpoint(
     monkeypatch.setattr(compat_epochs, "get_loop", lambda: None)
     small.model().fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     assert counted.batches == small.BATCHES
-    assert "made after batch 2 of that epoch" in caplog.text
+    assert "saved after batch 2 of epoch" in caplog.text
 
 
 def test_delete_checkpoint(tmp_path: Path) -> None:

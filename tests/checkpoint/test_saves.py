@@ -143,7 +143,7 @@ def test_failures_are_reported() -> None:
     train(running, range(1, 3))
     running._saver.wait()
     writer.failing = False
-    with pytest.warns(UserWarning, match=r"1 consecutive.*step 2: the disk is full"):
+    with pytest.warns(UserWarning, match=r"consecutive failures: 1\b.*step 2: the disk is full"):
         end_step(running, 3, at(3), is_sound=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -179,7 +179,7 @@ def test_storage_that_hangs() -> None:
     running._saver = Saver(timeout_s=0.01)
     writer.may_write.clear()
     with (
-        pytest.warns(UserWarning, match=r"\d consecutive.*step 2 was still being written after"),
+        pytest.warns(UserWarning, match=r"failures: \d.*step 2 was still being written after"),
         pytest.raises(SaveError, match="step 2 was still being written after"),
     ):
         train(running, range(1, 10**9))

@@ -233,7 +233,7 @@ def test_storage_that_stays_broken(
 
         broken.setattr(LocalFiles, "create", create)
         with (
-            pytest.warns(UserWarning, match="2 consecutive"),
+            pytest.warns(UserWarning, match="consecutive failures: 2"),
             pytest.raises(
                 SaveError, match=r"2 consecutive checkpoints could not be written.*No space"
             ),
@@ -254,7 +254,7 @@ def test_last_save_that_fails(tmp_path: Path, before_writing: Callable[[Hook], N
 
     before_writing(fail)
     with (
-        pytest.warns(UserWarning, match="A checkpoint failed"),
+        pytest.warns(UserWarning, match="A checkpoint could not be saved"),
         pytest.raises(SaveError, match=r"step 12 could not be written.*No space"),
     ):
         fit(tmp_path)

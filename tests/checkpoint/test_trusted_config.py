@@ -175,7 +175,7 @@ def test_forged(name: str, config: dict[str, Any]) -> None:
             said.add(str(caught.value))
         assert len(said) == 1
         words = said.pop()
-        assert where in words or "nested more than 100 deep" in words
+        assert where in words or "nested more than 100 levels deep" in words
         assert len(words) < 1000
 
 
@@ -235,7 +235,7 @@ def test_deep() -> None:
     config: Any = 1
     for _ in range(10_000):
         config = [config]
-    with pytest.raises(ModelError, match="nested more than 100 deep"):
+    with pytest.raises(ModelError, match="nested more than 100 levels deep"):
         require_trusted(config, 1, NAMES["imported"])
 
 

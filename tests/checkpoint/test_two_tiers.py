@@ -152,7 +152,7 @@ def test_local_one_that_cannot_be_read(
         return stock(self, path, offset, buffer)
 
     monkeypatch.setattr(LocalFiles, "read_into", read_into)
-    with pytest.warns(UserWarning, match="is skipped:.*Input/output error"):
+    with pytest.warns(UserWarning, match="Skipped the local checkpoint .*Input/output error"):
         assert fit(folder) == undisturbed
     assert failed
 
@@ -214,7 +214,9 @@ def test_local_storage_that_fails(
 
     monkeypatch.setattr(LocalFiles, "create", create)
     with pytest.warns(
-        UserWarning, match=r"A local checkpoint failed \(4 consecutive\); training continues\. "
+        UserWarning,
+        match=r"A local checkpoint could not be saved \(consecutive failures: 4\); training "
+        r"continues\. ",
     ):
         assert fit(tmp_path, max_failed_saves=1) == undisturbed
     assert len(failed) == 4

@@ -298,7 +298,7 @@ def test_verify_whole(directory: str, ask: Ask, say: Say) -> None:
             ("final-00000008", sound),
         ]  # fmt: skip
     assert "3 checkpoints of the right size" in say("verify", directory)[1]
-    assert "3 checkpoints whole, 0 damaged" in say("verify", directory, "--deep")[1]
+    assert "3 checkpoints intact, 0 damaged" in say("verify", directory, "--deep")[1]
 
 
 @pytest.mark.parametrize("harm", made.HARM)

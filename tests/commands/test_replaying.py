@@ -103,10 +103,10 @@ def test_checkpoint(
 def test_nothing_there(tmp_path: Path, directory: Path, say: Say) -> None:
     code, text = say("replay", tmp_path)
     assert code == 3
-    assert "contains no incident" in text
+    assert "contains no saved batch" in text
     code, text = say("replay", directory, "it")
     assert code == 3
-    assert "no incident 'it'" in text
+    assert "no saved batch 'it'" in text
     another(tmp_path, (small.X, small.Y))
     code, text = say("replay", tmp_path)
     assert code == 3

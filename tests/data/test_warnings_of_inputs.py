@@ -250,8 +250,8 @@ CASES = {
         lambda: of_variable(2),
     ),
     "a global cache": Case(
-        "WithGlobalCache.on_epoch_end changed nothing that is saved.* keep changing "
-        "values in an attribute, for example as an array of indices",
+        "WithGlobalCache.on_epoch_end changed nothing that is saved.* store values "
+        "that change in an attribute, for example as an array of indices",
         lambda: {"x": WithGlobalCache()},
         lambda: {"x": WithIndices()},
     ),

@@ -101,10 +101,10 @@ def test_names(files: Files) -> None:
 
 
 def test_nothing_there(files: Files) -> None:
-    with pytest.raises(NoCheckpointError, match="contains no incident\\. Existing ones: none"):
+    with pytest.raises(NoCheckpointError, match="contains no saved batch\\. Existing ones: none"):
         incident_files.read(files)
     made = kept(files)
-    with pytest.raises(NoCheckpointError, match=f"no incident 'it'. Existing ones: {made.name}"):
+    with pytest.raises(NoCheckpointError, match=f"no saved batch 'it'. Existing ones: {made.name}"):
         incident_files.read(files, "it")
 
 

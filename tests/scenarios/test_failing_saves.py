@@ -69,7 +69,10 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
     chief, other = run(tmp_path / "b", 2, full)
     assert (chief.returncode, other.returncode) == (0, 0), chief.output + other.output
     assert fired_faults(tmp_path / "b") == [(0, "worker-1")]
-    failed = r"A checkpoint failed \((\d) consecutive\).* The checkpoint of step (\d+) could not"
+    failed = (
+        r"A checkpoint could not be saved \(consecutive failures: (\d)\).* "
+        r"The checkpoint of step (\d+) could not"
+    )
     assert re.findall(failed, chief.output) == [("1", "9"), ("2", "12")]
     assert "No space left on device" in chief.output
     for worker in range(2):

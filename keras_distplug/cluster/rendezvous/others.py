@@ -48,8 +48,8 @@ def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) 
                 if time.monotonic() - stranger_since > _STRANGER_SECS:
                     raise ClusterError(
                         f"{role.name} looks for {chief}, but {why}. Expected the chief there. "
-                        "Give the chief a free port of its machine, in the cluster of every task "
-                        f"({role.source})."
+                        "Give the chief a free port on its machine, and correct its address in the "
+                        f"cluster definition of every task ({role.source})."
                     ) from None
             else:
                 stranger_since = None

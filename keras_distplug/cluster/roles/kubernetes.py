@@ -34,7 +34,8 @@ def from_pod(environ: Mapping[str, str]) -> Role:
     if index >= workers:
         raise ClusterError(
             f"{_INDEX} is {index}, but {name} says that there are {workers} workers. Expected "
-            "the number of workers to be that of the Job's completions and its parallelism."
+            f"{name} to be the number of pods: the Job's `completions`, which must equal its "
+            "`parallelism`."
         )
     pattern = environ[ADDRESS]
     addresses = tuple(pattern.replace(_PLACE, str(number)) for number in range(workers))

@@ -112,7 +112,7 @@ def _check_task(task_type: Any, index: Any, cluster: Mapping[str, tuple[str, ...
     if task_type not in cluster:
         raise ClusterError(
             f"This task is a {task_type!r}, but the cluster has only: {', '.join(cluster)}. "
-            "The task must be one of the cluster's."
+            "Add the task to the cluster, or correct its type."
         )
     if index >= len(cluster[task_type]):
         raise ClusterError(

@@ -69,10 +69,11 @@ def require_split(model: keras.Model, min_shard_bytes: int | None) -> None:
         strategy = model.distribute_strategy
         if not _is_split(layer) and _count_parts(layer, strategy, min_shard_bytes) > 1:
             raise ModelError(
-                f"The table of layer {layer.name!r} is larger than min_shard_bytes="
-                f"{min_shard_bytes}, but the model {model.name!r} was already created inside the "
-                "strategy's scope. Pass a function that builds and compiles the model, "
-                "`distributed_fit(build, ...)`, or create the model outside the scope."
+                f"The embedding table of layer {layer.name!r} is larger than min_shard_bytes="
+                f"{min_shard_bytes}, but can no longer be split over the parameter servers, "
+                f"because the model {model.name!r} was created inside the strategy's scope. Pass a "
+                "function that builds and compiles the model, `distributed_fit(build, ...)`, or "
+                "create the model outside the scope."
             )
 
 
@@ -181,7 +182,7 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     _UPSTREAM.patch(layer, "load_own_variables", lambda store: table.assign(store["0"]))
     _see_wholes(layer)
     layer.built = True
-    announce(f"the table of layer {layer.name!r} is split over {count} parameter servers")
+    announce(f"the embedding table of layer {layer.name!r} is split over {count} parameter servers")
 
 
 def _make_lookup(

@@ -120,8 +120,9 @@ class Schedule:
                 spec = data.element_spec
             else:
                 raise DataError(
-                    "Under ParameterServerStrategy, workers read the data themselves. Received: "
-                    f"{type(iterator.data_adapter).__name__} from a plain `fit`. Use "
+                    "Expected data that workers read themselves, as ParameterServerStrategy "
+                    "requires. Received: data that a plain `fit` reads in this process "
+                    f"({type(iterator.data_adapter).__name__}). Use "
                     "`keras_distplug.distributed_fit(model, x)`, or pass "
                     "`keras_distplug.resumable(x)` to `fit`."
                 )
@@ -137,8 +138,8 @@ class Schedule:
         data, model = self._data, self._model
         if data is None:
             raise DataError(
-                "Expected training data. Received: none from `fit`. Pass `x` to "
-                "`distributed_fit`, or `resumable(x)` to `fit`."
+                "Expected training data. Received: none. Pass `x` to `distributed_fit`, or "
+                "`resumable(x)` to `fit`."
             )
         skipped = self._skipped if self._skips_non_finite else None
         self._skips_non_finite = False

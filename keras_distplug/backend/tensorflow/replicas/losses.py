@@ -178,8 +178,8 @@ class _GlobalLoss:
         if loss.reduction in (None, "none"):
             raise ModelError(
                 f"The loss {loss.name!r} of output {output!r} has reduction={loss.reduction!r}, "
-                "which returns one value per sample and thus no loss of a batch that is split over "
-                'replicas. Use reduction="sum_over_batch_size" (the mean over samples) or "sum".'
+                "which returns one value per sample, but training on replicas needs a single value "
+                'per batch. Use reduction="sum_over_batch_size" (the mean over samples) or "sum".'
             )
         _refuse_what_mixes_samples(loss, output)
         self.name = loss.name

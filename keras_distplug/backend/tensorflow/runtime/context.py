@@ -195,7 +195,7 @@ class ServiceKeyValues:
         try:
             error = answers.get(timeout=_ANSWER_S)
         except queue.Empty:
-            raise TimeoutError("the coordination service does not answer") from None
+            raise TimeoutError("TensorFlow's coordination service does not answer") from None
         if error is not None:
             raise error
 

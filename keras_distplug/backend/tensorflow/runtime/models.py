@@ -90,8 +90,8 @@ def variables_limited(most: int) -> Iterator[None]:
         total += math.prod(shape)
         if total > most:
             raise ModelError(
-                f"Variable {variable.path} of shape {list(shape)} is too large: all arrays of the "
-                "checkpoint contain fewer values."
+                f"Variable {variable.path} of shape {list(shape)} is too large: with it, the "
+                "model would have more values than all arrays of the checkpoint."
             )
         return shape
 

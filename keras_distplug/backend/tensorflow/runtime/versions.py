@@ -95,8 +95,8 @@ def missing_name(what: str, tested: str = "") -> VersionError:
     """
     tested = tested or " and ".join(f"{name}{_tested(name)}" for name in TESTED)
     return VersionError(
-        f"Expected {what}, as in {tested}. Received: none, with {describe()}. Install one of those "
-        f"versions, and report this message in {_TRACKER}."
+        f"Expected {what}, as in {tested}. Received: {describe()}, where this is not the case. "
+        f"Install one of the expected versions, and report this message at {_TRACKER}."
     )
 
 
