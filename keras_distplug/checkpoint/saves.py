@@ -187,7 +187,7 @@ class Saves:
                 failed = str(self._failures[-1])
             why = self._agreement.first_error("last saved", failed)
         if why is not None and self._is_chief:
-            announce(f"no {self._what} of step {step} was made: {why}")
+            announce(f"no {self._what} of step {step} was saved: {why}")
 
     def _wait_until(self, end_s: float | None) -> str | None:
         """Waits for the save in progress. Returns the reason if it has not finished."""

@@ -159,9 +159,10 @@ def list_elements(manifest: Manifest) -> int:
 def not_rebuilt(error: Exception) -> ModelError:
     """Returns the error for a model that cannot be rebuilt, with advice."""
     return ModelError(
-        f"The model of the run could not be rebuilt: {error} Register custom classes and functions "
-        "with @keras.saving.register_keras_serializable() in a module, and import the module "
-        "before this call (for a command: with --import MODULE). Lambda layers cannot be rebuilt. "
+        f"The model of the run could not be rebuilt: {str(error).rstrip('.')}. Register custom "
+        "classes and functions with @keras.saving.register_keras_serializable() in a module, and "
+        "import the module before this call (for a command: with --import MODULE). Lambda layers "
+        "cannot be rebuilt. "
         f"{EXPORT_INSTEAD}"
     )
 

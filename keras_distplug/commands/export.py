@@ -58,9 +58,10 @@ def run(parsed: argparse.Namespace) -> int:
 def _best_by(parsed: argparse.Namespace) -> tuple[str, Mode] | None:
     given = [value for value in (parsed.metric, parsed.mode) if value is not None]
     if given and (parsed.step != export_file.BEST or len(given) == 1):
+        options = {"step": parsed.step, "metric": parsed.metric, "mode": parsed.mode}
+        received = (f"--{name} {value}" for name, value in options.items() if value is not None)
         raise ConfigurationError(
-            "--metric and --mode go together, with `--step best`. Received: "
-            f"--step {parsed.step} --metric {parsed.metric} --mode {parsed.mode}"
+            f"--metric and --mode go together, with `--step best`. Received: {' '.join(received)}"
         )
     return (parsed.metric, parsed.mode) if given else None
 
