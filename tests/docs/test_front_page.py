@@ -1,4 +1,5 @@
-"""The first screen of README.md and the site: its script, killed and started again, prints that."""
+"""The first screen of README.md and of the site: its script, killed and restarted, prints the lines
+that it shows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from support.cluster import ROOT, environment
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
 
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
-# How long it takes, and where a kill meets it.
+# These depend on the duration, and on where the kill happens.
 VARIABLE = [
     (r"\S*runs/digits", "runs/digits"),
     (r"- \d+s - \d+[mu]?s/step", "- TIME"),
