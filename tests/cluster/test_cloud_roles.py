@@ -1,4 +1,4 @@
-"""The variables of clouds, as their documents show them. None of this ran on a cloud's machine."""
+"""The variables of clouds, as documented. None of this was run on a cloud's machine."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_alone(environ: dict[str, str]) -> None:
     ],
 )
 def test_impossible_cluster_spec(pools: object, task: object, complaint: str) -> None:
-    """An impossible CLUSTER_SPEC is refused, in terms of its own names."""
+    """An impossible CLUSTER_SPEC is refused; the error uses CLUSTER_SPEC's own names."""
     with pytest.raises(ClusterError, match=f"(?i){complaint}"):
         from_environment(vertex(pools, task))
 
@@ -149,7 +149,7 @@ def test_sagemaker_nonsense(environ: dict[str, str], complaint: str) -> None:
 
 
 def test_order() -> None:
-    """TF_CONFIG wins, then a Slurm step, CLUSTER_SPEC and SM_HOSTS."""
+    """TF_CONFIG takes precedence, then a Slurm step, CLUSTER_SPEC and SM_HOSTS."""
     replica = vertex(POOLS, {"type": "workerpool0", "index": 0})
     host = sagemaker("algo-1", "algo-1", "algo-2")
     assert from_environment(STEP | replica | host).source == "Slurm"

@@ -20,7 +20,7 @@ leaving.note_lost_peer()
 """
 LOST = 'PeerLostError("worker-1 is gone")'
 CAUGHT = f"try: raise {LOST}\nexcept PeerLostError: pass\n"
-# What the interpreter calls behind all of Python's, as TensorFlow's end: this waits for ever.
+# Runs after all of Python's exit functions, like TensorFlow's shutdown, and waits forever.
 ENDLESS = "ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).pause)\n"
 
 
@@ -54,8 +54,8 @@ def run(
     ids=["unhandled", "endless", "cause", "context", "other", "caught", "own code", "alarm"],
 )
 def test_code(script: str, code: int) -> None:
-    """Unhandled, the error ends the process with 201, and nothing can keep it; handled, the code is
-    that of the script, if the interpreter finishes. Functions at exit are called."""
+    """If it is unhandled, the error always ends the process with 201; if it is handled, the exit
+    code is the script's, provided that the interpreter finishes. Exit functions are called."""
     ended, printed = run(script)
     assert ended == code, printed
     assert printed.endswith("last words\n")

@@ -89,7 +89,7 @@ def test_the_machine_of_the_chief(answer: OSError, workers: list[socket.socket])
 
 
 def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
-    """If TensorFlow has already waited for the chief, there is no second wait."""
+    """If TensorFlow has already waited for the chief, no second wait follows."""
     error = tf.errors.DeadlineExceededError(
         None,
         None,

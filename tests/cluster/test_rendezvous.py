@@ -154,7 +154,7 @@ def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         rendezvous.meet(last, VERSIONS)
 
     address = others.get_address
-    # The name resolves once the last one is there.
+    # The name resolves once the last worker has started.
     monkeypatch.setattr(
         others,
         "get_address",

@@ -92,7 +92,7 @@ def test_one_is_missing(workers: Workers) -> None:
 
 
 def test_end_with_one_missing(workers: Workers) -> None:
-    """The chief does not wait for what will never come."""
+    """Closing does not wait for reports that will never arrive."""
     workers.all[0].send(lambda: "0")
     for each in workers.all:
         each.close()

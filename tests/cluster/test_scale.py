@@ -66,7 +66,7 @@ def test_checkpoints(count: int) -> None:
     commit = {"put": 2 + others, "get": others + 2 * others, "delete": 1}
     assert save.messages["get"] == agreed["get"] + commit["get"]
     assert save.messages["put"] == agreed["put"] + commit["put"]
-    assert save.messages["delete"] == agreed["delete"] + commit["delete"] + 2  # what all have heard
+    assert save.messages["delete"] == agreed["delete"] + commit["delete"] + 2  # already received
     files = 8 * (2**30 // 8 // 2**25) if count == 8 else 64
     assert save.requests["PUT"] == files + 1
     assert save.requests.get("HEAD", 0) == 0
@@ -77,7 +77,7 @@ def test_checkpoints(count: int) -> None:
 
 
 def test_writers_of_many() -> None:
-    """Of thousands of workers, only as many write as keeps files large."""
+    """With thousands of workers, only some of them write, so that files stay large."""
     for workers, size, writers in ((8, 10, 8), (64, 10, 64), (4096, 10, 64), (4096, 2**30, 256)):
         assert at_scale.commit._writers(size, workers) == writers
         places = [at_scale.commit._writer_index(rank, writers, workers) for rank in range(workers)]

@@ -1,4 +1,5 @@
-"""`export` to safetensors, and rules for all formats: where a file is written, and when."""
+"""`export` to safetensors, and rules for all formats: the place of a file, and the time at which it
+appears."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def test_failing_disk_at_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / RUN / "final-00000008" / "MANIFEST.json").exists()
 
 
-# What is kept of models
+# Stored model descriptions
 
 
 def wide(activation: str) -> keras.Model:
@@ -617,7 +617,7 @@ def test_model_error_is_a_configuration_error(trained: tuple[Path, keras.Model])
         )
 
 
-# What `ls` says is what `fit` does
+# `ls` and `fit` agree
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])

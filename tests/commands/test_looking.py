@@ -361,7 +361,7 @@ def test_another_release(tmp_path: Path, ask: Ask) -> None:
 
 @pytest.mark.parametrize("command", LOOKING, ids=" ".join)
 def test_nothing_is_changed(command: tuple[str, ...], tmp_path: Path) -> None:
-    """Commands that only read write and delete nothing, whatever they find."""
+    """Read-only commands write and delete nothing, whatever they find."""
     made.run(tmp_path, *(made.state(step) for step in range(4, 36, 4)), made.final(36))
     for step, (do, _, _) in zip(range(4, 32, 4), made.HARM.values(), strict=True):
         do(tmp_path / RUN / f"step-{step:08d}")
