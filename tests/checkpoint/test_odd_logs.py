@@ -51,7 +51,7 @@ class Add(keras.callbacks.Callback):
 
 @pytest.fixture(autouse=True)
 def wait_for_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for every save, so that it is known where an interrupted `fit` resumes."""
+    """Waits for every save, so that the step from which an interrupted `fit` resumes is known."""
     stock = saver.Saver.start
 
     def start(self: saver.Saver, step: int, save: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Variables used by a step but outside the model are part of the run, whoever owns them."""
+"""Variables that a step uses are part of the run, even if they do not belong to the model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def generator() -> Script:
 
 
 def two_optimizers() -> Script:
-    """The second one is owned by no object, and is built in the first step."""
+    """Returns a model whose second optimizer is owned by no object, and is built in the first
+    step."""
     shift = keras.Variable(np.ones(4, "float32"))
     adam = keras.optimizers.Adam(0.1)
 
@@ -210,8 +211,8 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Training ends with the weights and the History of plain Keras, from within an epoch and from
-    its end."""
+    """Training ends with the weights and the History of plain Keras, from within an epoch and after
+    its last batch."""
     plain = fit(name)
     for place in [(1, 1), (1, 4)]:
         directory = tmp_path / f"{place}"

@@ -95,8 +95,8 @@ def resumed(draw: Draw, place: tuple[int, int], directory: Path, **how: Any) -> 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Training ends bit for bit like plain Keras, from within an epoch, its last batch, and its
-    end."""
+    """Training ends bit for bit like plain Keras, resumed within an epoch, before its last batch,
+    and after it."""
     plain = fit(DRAWS[name])
     for place in [(1, 1), (1, 3)]:
         assert resumed(DRAWS[name], place, tmp_path / f"{place}") == plain, place
@@ -153,7 +153,8 @@ def test_kernels_that_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_two_fits(tmp_path: Path) -> None:
-    """A `fit` with the callbacks leaves random ops where a later one without them continues."""
+    """After a `fit` with the callbacks, a later one without them continues the sequences of random
+    ops."""
 
     def train(*callbacks: keras.callbacks.Callback) -> Any:
         keras.utils.set_random_seed(5)

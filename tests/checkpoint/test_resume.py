@@ -71,7 +71,7 @@ def interrupt(directory: Path, epoch: int, batch: int, **more: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_several_replicas(strategy: str, tmp_path: Path) -> None:
-    """Interrupted on two replicas, each with its own dropout, training ends bit for bit the
+    """After an interruption on two replicas with separate dropout, training ends bit for bit the
     same."""
     expected, _ = train(tmp_path / "expected", strategy=strategy)
     interrupt(tmp_path / "run", 2, 1, strategy=strategy)
@@ -221,7 +221,8 @@ def test_resume_false_under_a_supervisor(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("first", [True, False])
 def test_place_among_callbacks(first: bool, tmp_path: Path) -> None:
-    """A checkpoint includes what other callbacks do at an epoch's end, whatever their order."""
+    """A checkpoint includes the effects of other callbacks at an epoch's end, whatever their
+    order."""
 
     class Shrink(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -581,7 +582,8 @@ def drawn_without_a_seed() -> keras.Model:
     "make", [two_optimizers, mixed_precision, normalized, drawn_without_a_seed]
 )
 def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: Path) -> None:
-    """Optimizers for a part of the model, several of them, wrapped ones, adapted layers."""
+    """Unusual models resume as well: optimizers for a part of the model, several of them, wrapped
+    ones, adapted layers."""
 
     def fit(folder: str, *stop: small.Stop) -> keras.Model:
         keras.backend.clear_session()  # also resets the generator of `keras.random`

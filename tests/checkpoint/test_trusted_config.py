@@ -194,7 +194,7 @@ def test_module_and_function_behind_a_registered_name(config: dict[str, Any]) ->
 
 
 def test_class_of_a_module_that_is_no_part_of_a_model(config: dict[str, Any]) -> None:
-    """Of an imported module, only layers, losses and the like are accepted."""
+    """An imported module's class is only accepted if it is a layer, a loss or the like."""
     changed, where = forged_in("layer", made(__name__, "KerasFiles"), config)
     with pytest.raises(ModelError, match=where):
         require_trusted(changed, ELEMENTS, NAMES["imported"])

@@ -1,5 +1,4 @@
-"""Checkpoints in two places: often on the workers' own machines, less often where all can read
-them."""
+"""Checkpoints in two places: often on the workers' own machines, less often in shared storage."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError  # noqa: E402
 from keras_distplug.storage.stores.local import LocalFiles  # noqa: E402
 
-SHARED_AT, LOCAL_AT = 4, 8  # steps of the newest in either place, after `interrupt`
+SHARED_AT, LOCAL_AT = 4, 8  # steps of the newest checkpoint in either place, after `interrupt`
 
 
 def fit(
