@@ -162,8 +162,8 @@ def test_open_format_of_other_types() -> None:
 
 
 def test_truncation() -> None:
-    """Of a file that is truncated at any point, only existing bytes are passed on, and it is
-    rejected; by its name, if it is truncated in the header."""
+    """If a file is truncated at any point, only existing bytes are passed on, and it is rejected;
+    by its name, if it is truncated in the header."""
     arrays = {"x": any_bits("float32", (4,)), "y": any_bits("int8", (3,))}
     data = encoded(arrays)
     header = 8 + int.from_bytes(data[:8], "little")

@@ -351,7 +351,7 @@ def test_other_content(root: Path, other: TrainState) -> None:
 
 
 def test_repeats_in_order(root: Path) -> None:
-    """Of twelve checkpoints of one step, the last one saved is the newest, before and after
+    """If twelve checkpoints have the same step, the last one saved is the newest, before and after
     cleaning."""
     for value in range(12):
         store(root, keep_last=20).save(state(5, value=value))
@@ -568,7 +568,7 @@ def test_damage_that_cannot_be_recorded(root: Path) -> None:
 
 
 def test_damage_recorded_by_another_process(root: Path) -> None:
-    """Damage that two processes find at the same time is reported once by each of them."""
+    """Damage that two processes find at the same time is reported once by both of them."""
     for step in (1, 2):
         store(root).save(state(step))
     flip(the_shard(root / RUN / "step-00000002"), -1)
@@ -684,7 +684,7 @@ def test_cleaning_of_leftovers(root: Path) -> None:
 
 
 def test_state_that_json_cannot_hold(root: Path) -> None:
-    """A state that cannot be written leaves nothing behind."""
+    """A failed save of a state that cannot be written leaves no files behind."""
     with pytest.raises(SaveError, match="`history/loss/0`"):
         store(root).save(state(1, history={"loss": [np.float32(1)]}))
     assert contents(root) == {}
