@@ -19,8 +19,7 @@ NAMES = [str(path.relative_to(EXAMPLES)) for path in FILES]
 
 
 def texts_in(source: str) -> set[str]:
-    """Returns the string literals of Python code, each as a whole, without comments and
-    docstrings."""
+    """Returns the string literals of Python code as a whole, without comments and docstrings."""
     nodes = ast.walk(ast.parse(source))
     return {
         node.value

@@ -1,4 +1,4 @@
-"""Examples run as a user would start them, and do what they promise."""
+"""Examples run as a user would start them, and keep their promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs as its reader would run it, and shows what it promises."""
+"""Every example runs as its reader would run it, and keeps its promises."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ IN_TIME = replace(LATE, for_s=20.0)
         ([replace(LATE, moments=8), LATE], "b is in batch 3"),
         ([LATE, replace(LATE, awaits="input")], "b is in batch 3"),
         ([replace(LATE, awaits="others"), LATE], "b is in batch 3"),
-        # The worker that is behind is the one waited for, whatever it waits for itself.
+        # The others wait for the slowest worker, even if that is waiting itself.
         ([replace(LATE, moments=8, awaits="input"), LATE], "b is in batch 3"),
         ([LATE], "a is in batch 3, for 30.0 s"),
     ],
@@ -69,7 +69,7 @@ def test_still_has_time(reports: list[Report | None], look_again_s: float) -> No
 
 
 def test_no_worker_is_behind() -> None:
-    """If no worker is behind, all of them are named."""
+    """If no worker is slower than the others, all of them are named."""
     verdict = judge({"a": LATE, "b": replace(LATE, doing="runs train.py:3")})
     assert verdict.hang is not None
     assert "a is in batch 3" in verdict.hang

@@ -71,7 +71,7 @@ def bits(batch: Any) -> Any:
     ids=["usual", "nested", "other types", "not contiguous"],
 )
 def test_there_and_back(files: Files, batch: Any) -> None:
-    """Reading returns exactly what was written, bit for bit."""
+    """Reading returns exactly the values written, bit for bit."""
     made = kept(files, batch)
     read, again = incident_files.read(files)
     assert read == made

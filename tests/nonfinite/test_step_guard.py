@@ -292,7 +292,7 @@ def test_ragged_data() -> None:
 
 
 class TwoOptimizers(keras.Model):
-    """A custom step without `compute_loss`, with an optimizer for each of two layers, one of which
+    """A custom step without `compute_loss`, with separate optimizers for two layers, one of which
     is not built before."""
 
     def __init__(self) -> None:

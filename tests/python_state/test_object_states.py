@@ -90,7 +90,8 @@ def test_in_place() -> None:
 
 @pytest.mark.parametrize("kind", ["array", "list"])
 def test_large_ones(kind: str) -> None:
-    """Of values of more than 1 MB, only changed ones are kept, and above 16 MB none."""
+    """Values of more than 1 MB are only kept if they change, and values of more than 16 MB are
+    never kept."""
     for size, is_kept in ((3 * 2**16, True), (3 * 2**20, False)):
         values: Any = np.arange(size, dtype="float64")
         if kind == "list":

@@ -287,7 +287,8 @@ def test_children_of_others(make: Make) -> None:
 
 
 def test_pickling_from_a_thread_of_a_module(make: Make, tmp_path: Path) -> None:
-    """Under `-m`, too, `__main__` is the script, even for a thread that outlives its end."""
+    """Under `-m`, too, `__main__` is the script, even for a thread that outlives the script's main
+    thread."""
     (tmp_path / "job.py").write_text(
         textwrap.dedent(
             """

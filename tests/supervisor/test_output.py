@@ -136,7 +136,7 @@ def test_force_color(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_transient_lines_in_a_file() -> None:
-    """If the output is not a terminal, only complete lines are printed, once each."""
+    """If the output is not a terminal, only complete lines are printed, and only once."""
     file = io.StringIO()
     with Output(["worker-0"], file) as output:
         assembler = LineAssembler()

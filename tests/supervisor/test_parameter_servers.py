@@ -578,7 +578,8 @@ complete()
 
 
 def test_ps_that_dies_with_the_completion(start: Start) -> None:
-    """Only the chief must complete training: a parameter server found dead then is no failure."""
+    """Only the chief must complete training: a parameter server found dead then is not a
+    failure."""
     job = start(
         """
 mark(f"{name} {os.getpid()}")
