@@ -63,7 +63,7 @@ def values_in(url: str, folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("trouble", [{"lost": 1}, {"failing": 2}, {"lost": 2, "failing": 1}])
-def test_again(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
+def test_failed_uploads_are_retried(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
     """Data whose upload failed, or seemed to fail, is in the store exactly once in the end."""
     files = Trouble(url, **trouble)
     written = EventFiles(files, "run")
@@ -80,7 +80,7 @@ def test_again(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
     assert sorted(values_in(url, tmp_path)) == [(step, step / 2) for step in range(5)]
 
 
-def test_of_somebody_else(url: str) -> None:
+def test_existing_file_of_another_process(url: str) -> None:
     """A file of that name with other content is neither taken for ours nor overwritten."""
     files = open_files(url)
     written = EventFiles(files, "run")
@@ -93,7 +93,7 @@ def test_of_somebody_else(url: str) -> None:
     assert path.exists()
 
 
-def test_one_run_that_fails(url: str) -> None:
+def test_failed_run(url: str) -> None:
     """A failed upload of one run's curves does not affect those of other runs."""
     files = Trouble(url, failing=1)
     curves = ReplicaCurves(files)

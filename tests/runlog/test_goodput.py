@@ -77,7 +77,7 @@ def test_killed() -> None:
     assert sum(secs.values()) == pytest.approx(whole(found)) == 28
 
 
-def test_worker_that_was_started_again_alone() -> None:
+def test_restarted_worker() -> None:
     """A single worker's restart ends no attempt, and takes no time from the chief."""
     fits = [fit(window(103, 0, 0, "job", start_up=3), window(110, 70, 70, "job", step=7))]
     again = events.StartedAgain("worker-1", "FAILED", 137, 1, 0.0, "worker-1 was killed")
@@ -98,7 +98,7 @@ def test_worker_that_was_started_again_alone() -> None:
         (events.PeerLost("worker-1"), C.RECOVERY),
     ],
 )
-def test_who_waits(last: Event, category: Category) -> None:
+def test_time_after_the_end(last: Event, category: Category) -> None:
     """Time after a run that has finished, or that its user has stopped, is not recovery."""
     found = goodput_totals.spans(
         [
@@ -128,7 +128,7 @@ def test_clock_that_jumps() -> None:
     assert goodput_totals.totals(found)[C.OTHER] == 40
 
 
-def test_clock_that_was_set_back() -> None:
+def test_clock_set_back() -> None:
     """Time that cannot be placed is not counted, but the step still advances."""
     found = goodput_totals.spans(
         [
@@ -143,7 +143,7 @@ def test_clock_that_was_set_back() -> None:
     assert [each.step for each in made.pause(101.0)] == [80]
 
 
-def test_trainings_of_their_own() -> None:
+def test_separate_trainings() -> None:
     """Without a resumable run, a `fit` that starts at step 0 repeats nothing."""
     first = fit(window(10, 40, 40, step=10))
     for resumes, redone in ((True, 10), (False, 0)):
@@ -154,7 +154,7 @@ def test_trainings_of_their_own() -> None:
         assert lost == [40 if resumes else 0, 0]
 
 
-def test_lost_in_a_fit() -> None:
+def test_lost_steps_within_a_fit() -> None:
     """Skipped updates and steps that were rolled back do not count as progress, and are counted
     once."""
     left_out = events.UpdateLeftOut(0, 1, 1, (0,), ("w",), None, None, False, None, "a NaN")
@@ -197,7 +197,7 @@ def test_supervised() -> None:
     assert (secs[C.START_UP], secs[C.STEP], secs[C.RECOVERY]) == (9, 10, 10)
 
 
-def test_lately() -> None:
+def test_recent_goodput() -> None:
     """A span that extends beyond the limits counts in proportion."""
     found = goodput_totals.spans(
         [fit(window(10, 10, 10, step=10), window(30, 20, 10, step=10, input=10))]
@@ -254,7 +254,7 @@ def test_attempts() -> None:
     assert [each.exit_code for each in found] == [137, None, None]
 
 
-def test_attempt_that_reached_more_than_it_logged() -> None:
+def test_attempt_with_unlogged_steps() -> None:
     """If the next attempt knows the exact last step, lost steps are counted up to there; attempts
     are numbered from 1."""
     fits = [
@@ -286,7 +286,7 @@ def test_lost_steps_without_a_supervisor(last: Event, exact: bool) -> None:
     assert second.lost_is_exact
 
 
-def test_attempt_that_died_behind_its_checkpoint() -> None:
+def test_attempt_that_died_after_its_checkpoint() -> None:
     """Steps in a checkpoint were trained, even if the process died before it logged their
     window."""
     saved = Entry(11, "worker-0", events.Saved(60, 0.5, False, 0.01, 1000))

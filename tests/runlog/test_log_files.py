@@ -49,7 +49,7 @@ def steps(files: Files) -> list[int]:
     return [each.event.step for each in fit.entries if isinstance(each.event, events.Window)]
 
 
-def test_read_while_it_grows(files: Files) -> None:
+def test_reading_a_growing_file(files: Files) -> None:
     """Flushed lines can be read immediately, and all lines at the end. Lines of a file keep their
     order, however many there are."""
     written = log(files)
@@ -78,7 +78,7 @@ def test_parts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     assert many == 1 if files.traits.is_near else many > 3
 
 
-def test_older_ones_do_not_count() -> None:
+def test_outdated_files_are_ignored() -> None:
     """Only the newest file of a part counts: a writer that was killed after a write has left the
     previous one as well."""
     parts = ["a.0001-000002.jsonl", "a.0001-000010.jsonl", "a.0002-000001.jsonl"]
@@ -104,7 +104,7 @@ def test_sources(files: Files) -> None:
     assert [entry.at for entry in supervised] == [0.5, 7.0]
 
 
-def test_torn(tmp_path: Path) -> None:
+def test_truncated_line(tmp_path: Path) -> None:
     """A line that a kill has truncated is ignored."""
     written = log(open_files(tmp_path))
     written.append(line(began()))
@@ -122,12 +122,12 @@ class Fails:
 
     def __init__(self) -> None:
         self.tried = threading.Semaphore(0)
-        self.is_mended = False
+        self.is_fixed = False
         self.written = b""
 
     def write(self, lines: bytes) -> None:
         self.tried.release()
-        if not self.is_mended:
+        if not self.is_fixed:
             raise OSError("full")
         self.written += lines
 
@@ -145,7 +145,7 @@ def test_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert sink.tried.acquire(timeout=30)
     written.append(b"2\n")
-    sink.is_mended = True
+    sink.is_fixed = True
     assert written.flush()
     written.close()
     assert sink.written == b"1\n2\n"
@@ -179,7 +179,7 @@ def test_outage(monkeypatch: pytest.MonkeyPatch) -> None:
         if number % 10 == 0:
             written.append(line(events.Quarantined(f"step-{number}", "why"), number))
             assert sink.tried.acquire(timeout=30)
-    sink.is_mended = True
+    sink.is_fixed = True
     assert written.flush()
     written.close()
     found = [entry.event for each in sink.written.splitlines() if (entry := from_line(each))]
@@ -215,7 +215,7 @@ def test_full_disk(tmp_path: Path) -> None:
     assert path.stat().st_size == size + len(lines)
 
 
-def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_replaced_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader retries a file that was replaced after the listing. If that happens repeatedly, it
     still has the entries that it has already read."""
     files = open_files(f"memory://{uuid.uuid4().hex}")
@@ -294,7 +294,7 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert beats == from_line(last)
 
 
-def test_beside(tmp_path: Path) -> None:
+def test_supervisor_file_is_in_the_same_folder(tmp_path: Path) -> None:
     """The supervisor's file is next to those of the workers."""
     opened = open_beside(str(tmp_path), f"{RUN}/log", {}, "supervisor-job", no_failure)
     opened.append(line(events.Ended(0, "")))
@@ -302,7 +302,7 @@ def test_beside(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("run-0001/log/*")] == ["supervisor-job.jsonl"]
 
 
-def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_attempts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are counted by their sessions. The last step of the latest one is read from its log,
     and is exact if that attempt logged how it ended."""
     monkeypatch.setattr(sinks, "_PART_BYTES", 300)
@@ -358,7 +358,7 @@ def test_exact_loss(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert before.loss(38) == "9 steps since that checkpoint were lost"
 
 
-def test_look_back_reads_the_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the end of a file is read, however long it is; a line that is cut there is ignored."""
     monkeypatch.setattr(last_attempt, "_LAST_BYTES", 400)
     files = open_files(tmp_path)

@@ -44,14 +44,14 @@ from keras_distplug.storage.stores.remote import RemoteFiles  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs a window for every batch."""
     monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 0.0)
     monkeypatch.setattr("keras_distplug.runlog.run_log._SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens_after() -> Any:
+def no_remaining_listeners() -> Any:
     yield
     for listener in reporting.listeners():
         reporting.listen_no_more(listener)
@@ -104,7 +104,7 @@ def test_defaults(tmp_path: Path) -> None:
 
 def test_windows(tmp_path: Path) -> None:
     """Windows follow each other without a gap, count every step once, and extend to the end."""
-    begun_at = time.time()
+    started_at = time.time()
     fit(kd.defaults(tmp_path, save_freq="epoch"), validation_data=(small.X, small.Y))
     [found] = logged(tmp_path)
     windows = [entry for entry in found.entries if isinstance(entry.event, Window)]
@@ -119,7 +119,7 @@ def test_windows(tmp_path: Path) -> None:
     assert not spent & {Category.REDONE, Category.RECOVERY, Category.SYNC}
     assert found.ends_at - found.begins_at == pytest.approx(sum(secs.values()), abs=0.05)
     assert found.ends_at <= time.time()
-    assert found.ends_at > begun_at
+    assert found.ends_at > started_at
 
 
 def test_waits_for_data(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("one_window")
 @pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"jit_compile": True}])
-def test_waits_that_are_not_known(compiled: dict[str, Any], tmp_path: Path) -> None:
+def test_unknown_waits(compiled: dict[str, Any], tmp_path: Path) -> None:
     """Unknown waiting times are reported as unknown, and not counted as zero."""
     model = small.model()
     model.compile("adam", "mse", **compiled)
@@ -207,7 +207,7 @@ class SlowToTrace(keras.Model):
 
 
 @pytest.mark.usefixtures("one_window")
-def test_traced_anew(tmp_path: Path) -> None:
+def test_retraced(tmp_path: Path) -> None:
     """Time for a trace does not count as waiting for data, even if a replica starts after it: here,
     a trace for a batch that leaves one replica without samples."""
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
@@ -311,7 +311,7 @@ def test_texts(tmp_path: Path) -> None:
     assert texts[-1] == "training finished after step 12"
 
 
-def test_one_within_another(tmp_path: Path) -> None:
+def test_nested_fit(tmp_path: Path) -> None:
     """A `fit` that a callback calls has its own log, and the outer log continues afterwards."""
 
     class Inner(keras.callbacks.Callback):
@@ -327,7 +327,7 @@ def test_one_within_another(tmp_path: Path) -> None:
         assert names(found)[-1] == "Finished"
 
 
-def test_let_go(tmp_path: Path) -> None:
+def test_model_is_released_after_an_error(tmp_path: Path) -> None:
     """After an error that ended `fit`, the log keeps neither the model nor its threads alive."""
     model = small.model()
     callbacks = [kd.RunLog(tmp_path), small.Stop(1, 2)]
@@ -346,7 +346,7 @@ def _threads() -> list[str]:
     return [name for name in names if name in ("keras_distplug-log", "keras_distplug-goodput")]
 
 
-def test_finished_already(tmp_path: Path) -> None:
+def test_already_finished(tmp_path: Path) -> None:
     """A finished run that is started again trains nothing, and logs nothing."""
     fit(kd.defaults(tmp_path, save_freq="epoch"))
 
@@ -354,7 +354,7 @@ def test_finished_already(tmp_path: Path) -> None:
     assert len(logged(tmp_path)) == 1
 
 
-def test_left_out(tmp_path: Path) -> None:
+def test_skipped_update(tmp_path: Path) -> None:
     """A skipped update is logged, with its replica and the variable that caused it."""
     x = small.X.copy()
     x[8:16] = np.nan
@@ -418,18 +418,18 @@ def test_damaged(tmp_path: Path) -> None:
     assert second.began.step == 4
 
 
-def test_told_to_go(tmp_path: Path) -> None:
+def test_preempted(tmp_path: Path) -> None:
     """A preemption is logged, with its cause, the worker that was notified, and the checkpoint."""
     handler = kd.PreemptionHandler(exit=False, cloud=False)
 
-    class Tells(keras.callbacks.Callback):
+    class Preempts(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if not handler._received:
                 os.kill(os.getpid(), signal.SIGTERM)
                 _wait_until(lambda: handler._stop.is_due() is not None)
 
     with pytest.raises(kd.errors.Preempted):
-        fit(kd.defaults(tmp_path, save_freq="epoch"), handler, Tells())
+        fit(kd.defaults(tmp_path, save_freq="epoch"), handler, Preempts())
     [found] = logged(tmp_path)
     [told] = of_kind(found, events.Preempted)
     assert (told.what, told.is_user) == ("SIGTERM", False)
@@ -464,12 +464,12 @@ def test_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_straggler(tmp_path: Path) -> None:
     straggler = Straggler("compute", 1, "worker-1 on a", 3, 0.2, 0.1, None)
 
-    class Tells(keras.callbacks.Callback):
+    class Reports(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
                 kd.StragglerWatchdog()._report_found(straggler)
 
-    fit(kd.defaults(tmp_path, save_freq="epoch"), Tells())
+    fit(kd.defaults(tmp_path, save_freq="epoch"), Reports())
     [found] = logged(tmp_path)
     [told] = of_kind(found, events.SlowReplica)
     assert (told.cause, told.rank, told.replica, told.own_s) == ("compute", 1, 3, 0.2)
@@ -494,7 +494,7 @@ def test_own_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "run-0001" / "log").exists()
 
 
-def test_one_after_the_other(tmp_path: Path) -> None:
+def test_consecutive_fits(tmp_path: Path) -> None:
     """Without a BackupAndRestore, every `fit` is a separate training: that of another model repeats
     nothing, and that of the same model continues."""
     model = fit([kd.RunLog(tmp_path)])
@@ -506,7 +506,7 @@ def test_one_after_the_other(tmp_path: Path) -> None:
     assert [each.lost_steps for each in goodput_totals.attempts(fits)] == [0, 0, 0]
 
 
-def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one `fit`, times and steps of curves never decrease, even if the clock is set back."""
     stock, back_s = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: stock() - back_s[0])
@@ -527,7 +527,7 @@ def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert steps == sorted(steps)
 
 
-def test_no_way_on(tmp_path: Path) -> None:
+def test_ended_by_nan_watchdog(tmp_path: Path) -> None:
     """If NaNWatchdog ends training, its error is the logged end."""
     x = np.full_like(small.X, np.nan)
     watchdog = kd.NaNWatchdog(max_skips=1, max_rollbacks=0)

@@ -97,7 +97,7 @@ def test_silence(after: float, state: State, heard: str) -> None:
         assert found.where == ("worker-0 on node-0",)
 
 
-def test_changes_without_news() -> None:
+def test_time_of_the_next_check() -> None:
     """The verdict says until when it holds: the page asks again then, and not before."""
     for after, until in ((1.0, 12.0), (13.0, 15.0), (20.0, 60.0)):
         assert judge([worker()], END + after).until == END + until
@@ -180,7 +180,7 @@ STARTED = events.Started(("worker-0",), (0,))
         ([said(-29.5, events.Training(5.0, "a kill"))], 1, State.TRAINING, "yes"),
     ],
 )  # fmt: skip
-def test_supervisor_knows_more(
+def test_state_from_the_supervisor(
     supervised: list[Entry], now: float, state: State, recovery: str
 ) -> None:
     found = judge([worker(job="j")], END + now, [said(-40, STARTED), *supervised])
@@ -200,10 +200,10 @@ def test_error_of_a_worker() -> None:
     assert found.advice.startswith("Fix the error")
 
 
-def test_being_started() -> None:
+def test_starting() -> None:
     assert judge([], BEGIN, [said(-31, STARTED)]).state is State.STARTING
-    begun = judge([worker(0)], BEGIN + 5)
-    assert (begun.state, begun.level) == (State.STARTING, "good")
+    starting = judge([worker(0)], BEGIN + 5)
+    assert (starting.state, starting.level) == (State.STARTING, "good")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_ends(event: Event, state: State) -> None:
         assert not found.is_training
 
 
-def test_lost_without_a_checkpoint_behind() -> None:
+def test_lost_steps_without_a_later_checkpoint() -> None:
     """The number of lost steps is only claimed if the log extends to the end."""
     saved = {300: CheckpointState("committed", True)}
     save = events.Saved(300, 0.1, False, 0.01, 1000)
@@ -235,7 +235,7 @@ def test_lost_without_a_checkpoint_behind() -> None:
     assert (failed.state, failed.lost) == (State.FAILED, "nothing")
 
 
-def test_other_worker_says_so() -> None:
+def test_death_reported_by_another_worker() -> None:
     """A dead worker is named by another worker that lost it."""
     survivor = worker(30, (10.0, events.PeerLost("worker-1 on node-1")), workers=2)
     found = judge([survivor, worker(30, rank=1, workers=2)], END + 11)
@@ -290,7 +290,7 @@ def test_progress() -> None:
     assert judge([again], END).progress.steps == 1200
 
 
-def left_out(batch: int = 17, variable: str = "dense/kernel") -> events.UpdateLeftOut:
+def skipped_update(batch: int = 17, variable: str = "dense/kernel") -> events.UpdateLeftOut:
     what = f"batch {batch}: the gradient of {variable} has a NaN"
     return events.UpdateLeftOut(0, batch, 1, (1,), ("worker-1 on a",), variable, what=what)
 
@@ -298,7 +298,7 @@ def left_out(batch: int = 17, variable: str = "dense/kernel") -> events.UpdateLe
 def test_groups() -> None:
     """Equal incidents are one group, the newest group is first, and every group has advice."""
     save = events.SaveFailed(10, 1, False, "[Errno 28] No space left on device")
-    told = [left_out(n) for n in range(5)] + [save, left_out(9, "other")]
+    told = [skipped_update(n) for n in range(5)] + [save, skipped_update(9, "other")]
     fit = worker(30, *((0.1 * n, event) for n, event in enumerate(told)))
     other, failed_save, first = judge([fit], END + 1).groups
     assert (first.title, first.count, first.replicas) == ("NaN in `dense/kernel`", 5, (1,))
@@ -314,7 +314,7 @@ def test_origin_of_nan() -> None:
     """Incidents of one origin are equal, although their numbers differ."""
     told = [
         dataclasses.replace(
-            left_out(n), origin=f"the batch: {n} of 128 values in `x` are not finite"
+            skipped_update(n), origin=f"the batch: {n} of 128 values in `x` are not finite"
         )
         for n in (8, 16)
     ]
@@ -349,7 +349,7 @@ def test_eight_questions() -> None:
     assert without.lost == "at least 500 steps (since checkpoint 500)"
 
 
-def test_supervisor_that_is_gone() -> None:
+def test_vanished_supervisor() -> None:
     """A supervisor would have reported that all workers are silent. If it did not, it is gone, and
     no worker will be restarted."""
     found = judge([worker(job="j")], END + 100, [said(-40, STARTED)])

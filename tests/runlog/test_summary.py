@@ -86,7 +86,7 @@ def test_verified_by_reading(is_local: bool) -> None:
     assert summary("a", [first, other_tier], [], 3000.0)["last_checkpoint"] is None
 
 
-def test_read_back_and_damaged_since() -> None:
+def test_damaged_after_it_was_read_back() -> None:
     """A checkpoint that was read back, and was damaged since, does not count."""
     fits = [fit_of(saved(10)), fit_of(restored(10), session="t", begin=2000.0)]
     shown = summary("a", fits, [], 3000.0, {10: CheckpointState("damaged", False)})
@@ -103,7 +103,7 @@ def test_attempts(shown: dict[str, Any]) -> None:
     assert (second["first_step"], second["last_step"]) == (950, 1950)
 
 
-def test_area(shown: dict[str, Any]) -> None:
+def test_area_chart(shown: dict[str, Any]) -> None:
     """The shares of every interval sum to one, and those of every category to its seconds."""
     shares, width = shown["area"]["shares"], shown["area"]["width"]
     for stretch in zip(*shares.values(), strict=True):
@@ -112,7 +112,7 @@ def test_area(shown: dict[str, Any]) -> None:
         assert sum(values) * width == pytest.approx(shown["secs"][category], abs=0.05)
 
 
-def test_heat(shown: dict[str, Any]) -> None:
+def test_heatmap(shown: dict[str, Any]) -> None:
     """There is a row for every replica, and no value while no worker trained."""
     heat = shown["heat"]
     assert [each["replica"] for each in heat["rows"]] == [0, 1, 2, 3]
@@ -162,26 +162,29 @@ def window(
     return events.Window(step, steps, 0, {"step": 1.0}, 0.1, input_s, None, replicas)
 
 
-def told(shown: dict[str, Any]) -> dict[int, list[str]]:
+def findings_of(shown: dict[str, Any]) -> dict[int, list[str]]:
     return {each["replica"]: each["told"] for each in shown["ranking"]}
 
 
-def test_only_the_replica_that_is_slow_is_told_of() -> None:
+def test_only_the_slow_replica_is_marked() -> None:
     """A finding about a replica is not shown for the others of its worker; one about a worker is
     shown for all of its replicas."""
     windows = [window(10 * n, 10, (0.2, 0.0), (0.1, 0.1)) for n in range(1, 4)]
-    assert told(summary("a", [fit_of(*windows, slow(0))], [], 2000.0)) == {0: ["compute"], 1: []}
+    assert findings_of(summary("a", [fit_of(*windows, slow(0))], [], 2000.0)) == {
+        0: ["compute"],
+        1: [],
+    }
     both = summary("a", [fit_of(*windows, slow(0), slow(None, "input"))], [], 2000.0)
-    assert told(both) == {0: ["compute", "input"], 1: ["input"]}
+    assert findings_of(both) == {0: ["compute", "input"], 1: ["input"]}
 
 
-def test_straggler_that_is_none_any_more() -> None:
+def test_recovered_straggler() -> None:
     windows = [window(10 * n, 10, (0.2, 0.0), (0.1, 0.1)) for n in range(1, 4)]
     over = fit_of(*windows, slow(0), slow(None, "input"), slow(0, is_over=True))
-    assert told(summary("a", [over], [], 2000.0)) == {0: ["input"], 1: ["input"]}
+    assert findings_of(summary("a", [over], [], 2000.0)) == {0: ["input"], 1: ["input"]}
 
 
-def test_ranking_is_of_lately() -> None:
+def test_ranking_is_recent() -> None:
     """A replica that was slow long ago, but not since, is not ranked first."""
     before = [window(10 * n, 10, (0.9, 0.0), (0.1, 0.8)) for n in range(1, 101)]
     since = [window(10 * n, 10, (0.1, 0.1), (0.2, 0.0)) for n in range(101, 131)]
@@ -206,7 +209,7 @@ def test_ranking_by_input() -> None:
     assert (first["input_ms"], first["score"]) == (300, round(0.1 / 0.39, 3))
 
 
-def test_same_incident_twice() -> None:
+def test_repeated_incidents() -> None:
     """Incidents of different fits, jobs or rollbacks are counted separately."""
     told = events.SaveFailed(10, 1, False, "no space")
     fits = [fit_of(told, told), fit_of(told, session="t", begin=2000.0)]
@@ -220,7 +223,7 @@ def test_same_incident_twice() -> None:
     assert rolled_back["count"] == 2
 
 
-def test_only_begun() -> None:
+def test_only_started() -> None:
     """The summary of a run that has only started does not depend on the current time, and covers
     all of its entries."""
     fits = [fit_of()]
@@ -293,7 +296,7 @@ def test_many_attempts() -> None:
     assert shown["attempts"][-1]["number"] == 1000
 
 
-def test_told_by_all() -> None:
+def test_reported_by_all_workers() -> None:
     """An incident that several workers log is one incident."""
     fits, _, end = logged.fits(2, 10)
     lost = events.Preempted("SIGTERM", "worker-0 on a", False, 20)
