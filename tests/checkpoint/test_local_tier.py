@@ -56,7 +56,7 @@ def test_copies(tier: LocalTier) -> None:
     assert np.array_equal(stored.arrays["model/a"], [3, 3, 3])
 
 
-def test_sessions_before(tier: LocalTier, tmp_path: Path) -> None:
+def test_earlier_sessions(tier: LocalTier, tmp_path: Path) -> None:
     """Checkpoints of an earlier session stay until this one has two, even if the earlier ones are
     newer; those of other runs stay."""
     other = LocalTier(LocalFiles(tmp_path), "another-run")

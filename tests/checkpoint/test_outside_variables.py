@@ -236,7 +236,7 @@ def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
         assert fit(name, backup(tmp_path), eager=True) == plain
 
 
-def test_made_by_an_eager_step(tmp_path: Path) -> None:
+def test_variable_made_by_an_eager_step(tmp_path: Path) -> None:
     """A variable created by an eager step is reported by the first run."""
     with pytest.warns(
         UserWarning, match=r"<closure> adam/.*: the first step creates this variable"
@@ -327,7 +327,7 @@ def test_objects_that_raise(tmp_path: Path) -> None:
     assert float(variable) == pytest.approx(0.5 * 1.7**2)
 
 
-def test_other_shape(tmp_path: Path) -> None:
+def test_changed_shape(tmp_path: Path) -> None:
     """A variable whose shape the script has changed keeps its value, which is reported."""
 
     def train(size: int) -> None:
@@ -342,7 +342,7 @@ def test_other_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_out_of_reach(eager: bool, tmp_path: Path) -> None:
+def test_unreachable_variable(eager: bool, tmp_path: Path) -> None:
     """A variable that cannot be reached by name is reported with its line, once, in the first
     step."""
     hidden = {frozenset({1, 2}): tf.Variable(2.0)}  # a key that another process may not know
@@ -376,7 +376,7 @@ class Draws(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_drawn_once(replicas: int, tmp_path: Path) -> None:
+def test_constants_drawn_in_python(replicas: int, tmp_path: Path) -> None:
     """A step that draws from Python or NumPy, which results in a constant, is reported with its
     line."""
 

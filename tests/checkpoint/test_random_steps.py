@@ -126,7 +126,7 @@ class TraceAgain(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
-def test_traced_again(tmp_path: Path) -> None:
+def test_retraced(tmp_path: Path) -> None:
     """A new trace draws from the start, as in plain Keras."""
     plain = fit(DRAWS["several"], TraceAgain())
     assert fit(DRAWS["several"], TraceAgain(), backup(tmp_path / "whole")) == plain
@@ -143,7 +143,7 @@ class Forget(keras.callbacks.Callback):
             keras.backend.clear_session()
 
 
-def test_kernels_that_are_forgotten(tmp_path: Path) -> None:
+def test_restarted_kernels(tmp_path: Path) -> None:
     """`set_random_seed` and `clear_session` restart random ops, as in plain Keras."""
     plain = fit(DRAWS["normal"], Forget())
     assert fit(DRAWS["normal"], Forget(), backup(tmp_path / "whole")) == plain

@@ -101,7 +101,7 @@ def test_machine_is_lost(
     assert "checkpoint step-00000004: resuming at epoch 2/4" in caplog.text
 
 
-def test_shared_one_is_newer(
+def test_newer_shared_checkpoint(
     folder: Path, undisturbed: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A local checkpoint that is older than the newest shared one is not used."""
@@ -138,7 +138,7 @@ def test_local_damage(
     assert "checkpoint step-00000004: resuming at epoch 2/4" in caplog.text
 
 
-def test_local_one_that_cannot_be_read(
+def test_unreadable_local_checkpoint(
     folder: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine whose disk fails costs no more than losing it would."""
@@ -157,7 +157,7 @@ def test_local_one_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("harm", ["shards", "manifests"])
-def test_shared_ones_are_damaged(harm: str, folder: Path, undisturbed: list[bytes]) -> None:
+def test_damaged_shared_checkpoints(harm: str, folder: Path, undisturbed: list[bytes]) -> None:
     """An intact local checkpoint is used even if no shared one is intact; without it, that is an
     error."""
     names = {"shards": "*.safetensors", "manifests": "MANIFEST.json"}
@@ -173,7 +173,7 @@ def test_shared_ones_are_damaged(harm: str, folder: Path, undisturbed: list[byte
     assert fit(folder) == undisturbed
 
 
-def test_another_worker_has_none(
+def test_missing_on_another_worker(
     folder: Path,
     undisturbed: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
