@@ -173,7 +173,7 @@ def test_orders_are_those_of_tf_data(name: str) -> None:
         assert ids == inputs.ids(plain, ENDLESS)
 
 
-def test_a_wrong_place_is_noticed() -> None:
+def test_wrong_position_is_detected() -> None:
     """Control: these tests fail if a position is off by one batch, or one pass."""
     strategy = tf.distribute.get_strategy()
     for name in inputs.SHUFFLED:
@@ -185,7 +185,7 @@ def test_a_wrong_place_is_noticed() -> None:
             assert a_pass(data, strategy) != expected[1][2:], name
 
 
-def test_a_dataset_read_before() -> None:
+def test_dataset_read_before_fit() -> None:
     """A dataset that was trained on in this process continues with later orders, as in tf.data."""
     strategy = tf.distribute.get_strategy()
     dataset = inputs.SOURCES["shuffle"]().whole
@@ -305,7 +305,7 @@ class Counted(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_py_dataset_is_not_read_again(workers: int) -> None:
+def test_skipped_batches_are_not_requested(workers: int) -> None:
     """Batches before the position from which it continues are not requested."""
     given = Counted(workers=workers)
     data = Positioned(python_sources.PyData(given, shuffle=False, seed=0))
@@ -408,7 +408,7 @@ def test_shares_of_workers(make: Callable[[], Any]) -> None:
     np.testing.assert_array_equal(np.sort(np.concatenate(first + second).ravel()), NUMBERS)
 
 
-def test_a_split_by_a_fixed_order_stays_one() -> None:
+def test_fixed_split_stays_fixed() -> None:
     """A shuffle that the user has fixed, such as that of a split by `take`, is fixed on workers."""
     fixed = numbers().shuffle(24, 1, False).take(8)
     expected = {int(number) for (number,) in fixed}
