@@ -118,7 +118,7 @@ def test_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path), "--interval", "0"]) == 2
 
 
-def test_storage_that_fails_for_a_while(
+def test_temporary_storage_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command continues with the entries that it has read; it ends with an error if it has read
@@ -152,7 +152,7 @@ def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(document["incidents"]) == 3
 
 
-def test_what_a_run_says_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Control characters in a run's texts do not reach the terminal."""
     fits, _, _ = logged.fits(1, 10)
     from keras_distplug.core.events import Raised
