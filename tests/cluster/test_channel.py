@@ -100,7 +100,7 @@ def test_lost_chief() -> None:
         Channel(OTHER, store).gather_on_chief("random", "b")
 
 
-def test_told_once() -> None:
+def test_topic_is_used_once() -> None:
     """A topic is used once per session."""
     store = Memory()
     chief, other = (Channel(role, store).below("a session") for role in (CHIEF, OTHER))

@@ -170,7 +170,7 @@ def test_pod(workers: str) -> None:
     assert from_environment(POD | {workers: "1", "JOB_COMPLETION_INDEX": "0"}) == single_process()
 
 
-def test_pod_has_a_cluster_of_its_own() -> None:
+def test_pod_with_its_own_cluster() -> None:
     """TF_CONFIG, as of a supervisor in the pod, comes first."""
     environ = POD | {"KERAS_DISTPLUG_WORKERS": "2", "JOB_COMPLETION_INDEX": "0", "TF_CONFIG": "{}"}
     assert from_environment(environ) == single_process()
@@ -203,6 +203,6 @@ def test_pod_has_a_cluster_of_its_own() -> None:
     ],
     ids=["workers", "index", "none", "many", "too high", "same", "no port"],
 )
-def test_pod_that_cannot_be(environ: dict[str, str], complaint: str) -> None:
+def test_impossible_pod(environ: dict[str, str], complaint: str) -> None:
     with pytest.raises(ClusterError, match=complaint):
         from_environment(POD | environ)

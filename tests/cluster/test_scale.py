@@ -27,9 +27,9 @@ def cost_of(operation: str, count: int) -> Iterator[Cost]:
 def test_agreements(count: int) -> None:
     """Every worker sends one message to the chief, and gets one from it."""
     others = count - 1
-    with cost_of("one_tells_all", count) as cost:
+    with cost_of("one_to_all", count) as cost:
         assert cost.messages == {"put": 1, "get": others}
-    for name in ("first_error", "all_tell_all"):
+    for name in ("first_error", "all_to_all"):
         with cost_of(name, count) as cost:
             assert cost.messages == {"put": others + 1, "get": 2 * others, "delete": 1}
             assert cost.kept == 1  # until the next time
@@ -76,7 +76,7 @@ def test_checkpoints(count: int) -> None:
     assert restore.requests["LIST"] < count + 20
 
 
-def test_writers_of_many() -> None:
+def test_number_of_writers() -> None:
     """With thousands of workers, only some of them write, so that files stay large."""
     for workers, size, writers in ((8, 10, 8), (64, 10, 64), (4096, 10, 64), (4096, 2**30, 256)):
         assert at_scale.commit._writers(size, workers) == writers
@@ -85,7 +85,7 @@ def test_writers_of_many() -> None:
         assert places[0] == 0
 
 
-def test_some_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that a few of many workers wrote is complete."""
     monkeypatch.setattr(at_scale, "STATE_BYTES", 2**22)
     monkeypatch.setattr(at_scale.commit, "_ALL_WRITE", 3)
