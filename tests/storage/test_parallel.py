@@ -29,7 +29,7 @@ def test_order(threads: int, count: int) -> None:
     assert taken == list(range(count))
 
 
-def test_several_at_once() -> None:
+def test_concurrent_jobs() -> None:
     """Every thread runs a job concurrently, whichever finishes first."""
     threads = 3
     all_here = threading.Barrier(threads)

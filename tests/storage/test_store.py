@@ -683,7 +683,7 @@ def test_cleaning_of_leftovers(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000005", "step-00000007"]
 
 
-def test_state_that_json_cannot_hold(root: Path) -> None:
+def test_unserializable_state(root: Path) -> None:
     """A failed save of a state that cannot be written leaves no files behind."""
     with pytest.raises(SaveError, match="`history/loss/0`"):
         store(root).save(state(1, history={"loss": [np.float32(1)]}))
