@@ -133,12 +133,12 @@ def test_imports_run_one_way(path: Path) -> None:
         pytest.fail(f"{path.relative_to(PACKAGE)} imports {used[other]}")
 
 
-def test_rooms_have_an_order() -> None:
+def test_rooms_have_no_cycles() -> None:
     """Imports between rooms have no cycles."""
     graphlib.TopologicalSorter(MAY_IMPORT).prepare()
 
 
-def test_modules_have_an_order() -> None:
+def test_modules_have_no_cycles() -> None:
     """Imports between modules have no cycles, either."""
     graphlib.TopologicalSorter(
         {
@@ -153,7 +153,7 @@ def _is_folder(module: str) -> bool:
     return MODULES[module].name == "__init__.py"
 
 
-def test_names_of_files() -> None:
+def test_unique_names_of_files() -> None:
     """File names are unique, without their folders."""
     names = [path.name for path in FILES if path.name != "__init__.py"]
     assert sorted(names) == sorted(set(names))
@@ -178,7 +178,7 @@ def test_private_names_stay_in_the_backend(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_who_may_load_what(path: Path) -> None:
+def test_modules_without_heavy_imports(path: Path) -> None:
     """Modules that run alongside training do not load TensorFlow; only remote stores load
     fsspec."""
     place = path.relative_to(PACKAGE)
@@ -216,7 +216,7 @@ def test_page() -> None:
         assert (PACKAGE / name).exists() or (PACKAGE.parent / name).exists(), name
 
 
-def test_names_of_tests() -> None:
+def test_unique_names_of_test_modules() -> None:
     """Names of test modules are unique: pytest would confuse modules with the same name."""
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
@@ -234,7 +234,7 @@ def test_public_names() -> None:
 
 
 @pytest.mark.tf
-def test_hints_of_public_names() -> None:
+def test_type_hints_of_public_names() -> None:
     """Public functions and methods have complete type hints, whose names can be resolved."""
     for name in set(keras_distplug.__all__) - {"__version__", "errors"}:
         value = getattr(keras_distplug, name)

@@ -32,7 +32,7 @@ def test_tests_of_a_promise(promise: Mapping[str, object], stages: Mapping[str, 
             assert stage in found, f"{name} does not run in stage {stage}, but in {found}"
 
 
-def test_nightly(stages: Mapping[str, str]) -> None:
+def test_nightly_tests_exist(stages: Mapping[str, str]) -> None:
     """Tests listed as nightly exist, and do not run by default."""
     for name in NIGHTLY:
         found = {of for nodeid, of in stages.items() if _is_of(nodeid, name)}

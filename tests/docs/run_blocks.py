@@ -120,9 +120,9 @@ def main(given: Path, told: Path) -> None:
         jobs.append((f"kd.{name}", blocks if code else []))
     results = {}
     for name, blocks in jobs:
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         results[name] = {"blocks": len(blocks), "error": run(name, blocks) if blocks else None}
-        print(f"{name}: {time.monotonic() - begun_s:.1f} s", flush=True)
+        print(f"{name}: {time.monotonic() - started_s:.1f} s", flush=True)
     told.write_text(json.dumps(results))
 
 

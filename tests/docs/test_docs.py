@@ -135,7 +135,7 @@ def test_example_of_the_package(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
-def test_no_python_is_missed(path: Path) -> None:
+def test_every_block_runs_or_says_why_not(path: Path) -> None:
     """Every Python block either runs or states why it does not."""
     text = path.read_text()
     found = [match for match in _BLOCK.finditer(text) if match["hidden"] is None]
@@ -144,7 +144,7 @@ def test_no_python_is_missed(path: Path) -> None:
     assert text.count("<!-- not run") == len([each for each in found if each["not_run"]])
 
 
-def test_few_are_not_run() -> None:
+def test_few_blocks_are_not_run() -> None:
     """Only a few blocks are not run, because they need something that tests lack."""
     texts = [path.read_text() for path in PAGES]
     assert sum(text.count("<!-- not run") for text in texts) <= 2
@@ -199,7 +199,7 @@ def test_files(path: Path) -> None:
         assert (ROOT / name).exists(), name
 
 
-def test_all_that_is_public_is_in_the_reference() -> None:
+def test_reference_is_complete() -> None:
     """The page api.md has every public name, and no other one."""
     text = (ROOT / "docs" / "api.md").read_text()
     named = re.findall(r"^::: keras_distplug\.(\w+)$", text, re.MULTILINE)
@@ -214,7 +214,7 @@ def _troubleshooting() -> str:
     return (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
-def test_each_error_is_explained() -> None:
+def test_every_error_is_explained() -> None:
     """Every error class has its own heading."""
     classes = [
         name
@@ -225,7 +225,7 @@ def test_each_error_is_explained() -> None:
     assert sorted(headings) == sorted(classes)
 
 
-def test_each_exit_code_is_explained() -> None:
+def test_every_exit_code_is_explained() -> None:
     """The table has every exit code of a process or a command."""
     codes = re.findall(r"^\| (\d+) \|", _troubleshooting(), re.MULTILINE)
     assert set(codes) == {str(int(code)) for code in ExitCode} | _OTHER_CODES
@@ -250,7 +250,7 @@ def _texts() -> str:
     return "\n".join(found)
 
 
-def test_messages_are_those_of_the_package() -> None:
+def test_explained_messages_exist() -> None:
     """Every message that is explained exists in the package."""
     messages = re.findall(r"^> (.+)$", _troubleshooting(), re.MULTILINE)
     assert len(messages) > 25

@@ -79,7 +79,7 @@ def losses(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^Epoch (\d+)/20\n.* loss: (\S+)$", printed, re.MULTILINE))
 
 
-def test_what_it_prints(tmp_path: Path) -> None:
+def test_printed_lines(tmp_path: Path) -> None:
     """Both starts print what the page shows, with the losses of a run that nothing interrupts."""
     runs = [tmp_path / "interrupted", tmp_path / "whole"]
     for folder in runs:

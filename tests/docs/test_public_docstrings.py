@@ -90,7 +90,7 @@ def test_complete(name: str) -> None:
     assert not problems(CALLABLES[name])
 
 
-def test_what_is_incomplete() -> None:
+def test_incomplete() -> None:
     """An undescribed argument and a missing purpose are found."""
 
     def good(value: int) -> None:

@@ -75,15 +75,15 @@ def test_plain_fit(env: dict[str, str], tmp_path: Path, watched: list[Watched]) 
     watched.append(killed)
     killed.wait_for("Epoch 5/100000", TIMEOUT_S)
     killed.kill()
-    begun = epochs_in(killed.output)[-1]
+    last_epoch = epochs_in(killed.output)[-1]
 
-    more = ("--epochs", str(begun + 5))
+    more = ("--epochs", str(last_epoch + 5))
     printed = run(env, tmp_path, "plain_fit.py", *more)
-    at = re.search(rf"resuming at epoch (\d+)/{begun + 5},", printed)
+    at = re.search(rf"resuming at epoch (\d+)/{last_epoch + 5},", printed)
     assert at is not None, printed
-    assert 1 <= int(at[1]) <= begun + 1
-    assert epochs_in(printed) == list(range(int(at[1]), begun + 6))
-    assert f"after {begun + 5} epochs" in printed
+    assert 1 <= int(at[1]) <= last_epoch + 1
+    assert epochs_in(printed) == list(range(int(at[1]), last_epoch + 6))
+    assert f"after {last_epoch + 5} epochs" in printed
     assert accuracy(printed) > GOOD
 
     again = run(env, tmp_path, "plain_fit.py", *more)
