@@ -71,7 +71,7 @@ def test_same_traces() -> None:
     assert Retraces.of(resumed).made == made
 
 
-def test_have_an_effect_without() -> None:
+def test_control() -> None:
     """The tests can fail: without this feature, a process that starts with the smaller batch makes
     other traces."""
     model, other = adapted(), adapted()
@@ -80,7 +80,7 @@ def test_have_an_effect_without() -> None:
     assert model.traced != other.traced
 
 
-def test_forgotten() -> None:
+def test_traces_from_scratch() -> None:
     """If a callback makes the step be traced from scratch, no stored trace is repeated."""
     model = adapted()
     train(model, 8, 5)

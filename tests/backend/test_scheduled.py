@@ -126,7 +126,7 @@ def test_nothing_finite(found: Found) -> None:
 def test_resume(found: Found) -> None:
     """After an error in mid-epoch, training resumes with the step after the last checkpoint, which
     includes all steps scheduled before it, and the epoch's metrics continue."""
-    assert found["goes_on"] == {
+    assert found["resumed_fit"] == {
         "began": STEPS + 20,
         "first": 20,
         "steps": 2 * STEPS,
