@@ -166,7 +166,7 @@ def test_network_of_the_only_other_worker() -> None:
     )
 
 
-def test_both() -> None:
+def test_two_causes() -> None:
     told = judged(*[paces([0.02, 0.02, 0.05], [0.05, 0.0, 0.0])] * 3)
     assert {(each.cause, each.worker) for each in told[2]} == {("compute", 2), ("input", 0)}
 
