@@ -359,7 +359,7 @@ complete()
 
 
 @pytest.mark.parametrize("first", ["ps", "chief"])
-def test_chief_that_exits_for_a_lost_ps(start: Start, first: str) -> None:
+def test_chief_that_lost_a_ps(start: Start, first: str) -> None:
     """The parameter server is the cause, even if the chief's exit is noticed first."""
     job = start(
         f"""

@@ -221,10 +221,10 @@ sys.exit(4)
 """,
         "--max-restarts=0",
     )
-    begun = time.monotonic()
+    started_s = time.monotonic()
     code, printed = job.finish()
     assert code == 4, printed
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - started_s < 20
     assert is_dead(int(job.marks()[0]))
     assert "worker-0 was stopped by the supervisor (SIGKILL)" in printed
 
@@ -307,7 +307,7 @@ while True:
     assert all(is_dead(pid) for pid in pids)
 
 
-def test_last_words(start: Start) -> None:
+def test_last_output(start: Start) -> None:
     """A worker's last output, including stderr, is printed before the report of its exit."""
     job = start(
         """
@@ -553,7 +553,7 @@ def test_version() -> None:
     assert done.stdout.startswith("keras-distplug ")
 
 
-def test_a_command_with_dashes(start: Start) -> None:
+def test_command_with_dashes(start: Start) -> None:
     """Everything after the first `--`, including another `--`, belongs to the command."""
     script = "import sys; print('args', sys.argv[1:])"
     job = start(
