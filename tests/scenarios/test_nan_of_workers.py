@@ -40,7 +40,7 @@ def test_same_findings(found: list[dict[str, Any]]) -> None:
     assert found[0] == found[1]
 
 
-def test_no_fault(found: list[dict[str, Any]]) -> None:
+def test_without_faults(found: list[dict[str, Any]]) -> None:
     """Training without faults is bit-identical with and without the watchdog."""
     bare, watched = found[0]["bare"], found[0]["watched"]
     assert watched["reported"] == []

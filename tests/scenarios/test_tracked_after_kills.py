@@ -114,7 +114,7 @@ def test_three_kills(env: dict[str, str], tmp_path: Path, started: list[Watched]
 
 
 @pytest.mark.nightly
-def test_their_callbacks(env: dict[str, str], tmp_path: Path, started: list[Watched]) -> None:
+def test_callbacks_of_trackers(env: dict[str, str], tmp_path: Path, started: list[Watched]) -> None:
     """Their own Keras callbacks, in runs that the script opens and RunLog shares, resume the same
     run after a kill; RunLog logs no step twice there, either."""
     mlflow = MlflowFile(tmp_path / "mlflow.db")
