@@ -81,7 +81,7 @@ def test_runs(kind: str, tmp_path: Path) -> None:
     assert run["name"] == ""
 
 
-def test_news(tmp_path: Path) -> None:
+def test_new_lines(tmp_path: Path) -> None:
     """A line that is written while TensorBoard runs is in the next response once it is complete."""
     put(tmp_path, "run-0001", workers=1)
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
@@ -114,7 +114,7 @@ def test_chosen_run(tmp_path: Path) -> None:
     assert response.status_code == 404
 
 
-def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
+def test_unchanged_data_is_not_sent(tmp_path: Path) -> None:
     """Without changes, only the server's time is sent, because the browser's clock may differ."""
     put(tmp_path, "run-0001")
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
@@ -136,7 +136,7 @@ def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
         assert third.headers["ETag"] != first.headers["ETag"]
 
 
-def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unchanged runs cost no more than listing their files."""
     put(tmp_path, "run-0001")
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
@@ -256,7 +256,7 @@ def test_module() -> None:
     assert "as render" in response.get_data(as_text=True)
 
 
-def test_folder_that_is_none(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     """A missing folder may be created later."""
     asked = plugin(logdir=str(tmp_path / "later"), logdir_spec="")
     assert not asked.is_active()
@@ -307,7 +307,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"logdir": "", "logdir_spec": "s3://a/b"}, {"0": "s3://a/b"}),
     ],
 )
-def test_where_to_look(flags: dict[str, str], folders: dict[str, str]) -> None:
+def test_folders_of_the_flags(flags: dict[str, str], folders: dict[str, str]) -> None:
     assert list_folders(SimpleNamespace(**flags)) == folders  # type: ignore[arg-type]
 
 
@@ -330,7 +330,7 @@ def test_tensorboard_accepts_every_response(
     assert complaints == []
 
 
-def test_state_changes_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_changes_without_new_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that stops logging is shown as silent, and then as dead."""
     fits, _, _ = logged.fits(1, 10)
     entries = fits[0].entries

@@ -97,7 +97,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
     server.server_close()
 
 
-def test_used(site: tuple[str, Site], tmp_path: Path) -> None:
+def test_tab_in_use(site: tuple[str, Site], tmp_path: Path) -> None:
     dom, console = browsed(site[0], tmp_path, secs=120)
     found = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
     assert found is not None, f"it waits for ever; {console}"

@@ -46,14 +46,14 @@ def test_missing(
 
 @pytest.mark.parametrize("name", ["id", "resume", "reinit"])
 @pytest.mark.usefixtures("installed")
-def test_what_wandb_is_not_given(name: str) -> None:
+def test_reserved_arguments_of_wandb(name: str) -> None:
     """Arguments that make all attempts share a run are set by the tracker itself."""
     with pytest.raises(ConfigurationError, match=f"sets '{name}' itself"):
         WandbTracker("mnist", **{name: "x"})
 
 
 @pytest.mark.usefixtures("installed")
-def test_own_run_and_a_new_one() -> None:
+def test_own_run_with_arguments_of_a_new_one() -> None:
     """The script's own run cannot be combined with arguments for a new one."""
     with pytest.raises(ConfigurationError, match="either `run` or"):
         WandbTracker("mnist", run=object())

@@ -19,7 +19,7 @@ from keras_distplug.trackers.marks import Marks
 from keras_distplug.trackers.outbox import Outbox, end_all, require_trackers
 
 
-class Heard:
+class Listener:
     def __init__(self) -> None:
         self.events: list[events.Event] = []
 
@@ -31,8 +31,8 @@ class Heard:
 
 
 @pytest.fixture
-def heard() -> Iterator[Heard]:
-    listener = Heard()
+def reports() -> Iterator[Listener]:
+    listener = Listener()
     reporting.listen(listener)
     yield listener
     reporting.listen_no_more(listener)
@@ -163,7 +163,9 @@ def test_mark_before_the_point(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.step"))) == 1
 
 
-def test_tracker_that_fails(tmp_path: Path, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
+def test_tracker_that_fails(
+    tmp_path: Path, reports: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
     """A failure is reported once, as a message and an event; nothing is lost or sent twice when the
     tracker works again, which is reported too."""
     tracker = Recorded()
@@ -180,13 +182,13 @@ def test_tracker_that_fails(tmp_path: Path, heard: Heard, caplog: pytest.LogCapt
     assert sent.flush(10)
     end_all([sent], Outcome.FINISHED)
     assert tracker.steps == [1, 2, 3]
-    assert heard.events == [events.TrackerFailed("recorded", "ConnectionError: no route to host")]
+    assert reports.events == [events.TrackerFailed("recorded", "ConnectionError: no route to host")]
     assert "recorded is not receiving the metrics of this run" in caplog.text
     assert "recorded is receiving metrics again" in caplog.text
 
 
-def test_server_that_is_down(
-    tmp_path: Path, heard: Heard, caplog: pytest.LogCaptureFixture
+def test_unreachable_server(
+    tmp_path: Path, reports: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A tracker that never opens does not delay the end, and the points that it missed are
     counted."""
@@ -199,11 +201,11 @@ def test_server_that_is_down(
     sent = box(tracker, tmp_path)
     for step in range(7):
         sent.put(point(step))
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     end_all([sent], Outcome.FINISHED)
-    assert time.monotonic() - begun_s < 0.9
+    assert time.monotonic() - started_s < 0.9
     assert tracker.points == []
-    assert len(heard.events) == 1
+    assert len(reports.events) == 1
     assert "did not receive 7 points and incidents" in caplog.text
 
 
@@ -213,29 +215,29 @@ def test_tracker_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     tracker, release = Recorded(), threading.Event()
     tracker.before = lambda what: release.wait(60) and None
     sent = box(tracker, tmp_path)
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     sent.put(Incident(0.0, "hung", "worker-1"))
     for step in range(3 * outbox._MOST):
         sent.put(point(step))
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - started_s < 5
     assert len(sent._waiting) == outbox._MOST
     assert isinstance(sent._waiting[0], Incident)
     assert not sent.flush(0.05)
     end_all([sent], Outcome.FINISHED)
-    assert time.monotonic() - begun_s < 10
+    assert time.monotonic() - started_s < 10
     assert "did not answer within 1 s" in caplog.text
     release.set()
 
 
-def test_ended_once(tmp_path: Path) -> None:
+def test_repeated_end(tmp_path: Path) -> None:
     """Ending again, as at the end of the process, waits for nothing."""
     tracker, release = Recorded(), threading.Event()
     tracker.before = lambda what: release.wait(60) and None
     sent = box(tracker, tmp_path)
     end_all([sent], Outcome.FINISHED)
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     end_all([sent], Outcome.INTERRUPTED)
-    assert time.monotonic() - begun_s < 0.5
+    assert time.monotonic() - started_s < 0.5
     release.set()
 
 

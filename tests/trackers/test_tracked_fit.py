@@ -125,7 +125,7 @@ def test_more_epochs(tmp_path: Path) -> None:
     assert tracker.incidents == []
 
 
-def test_runs_of_their_own(tmp_path: Path) -> None:
+def test_separate_runs(tmp_path: Path) -> None:
     """A `fit` that is not resumed has a separate run; attempts of one training share a run."""
     tracker = Recorded()
     for session, resumes in (("s1", True), ("s2", True), ("s3", False), ("s4", False)):

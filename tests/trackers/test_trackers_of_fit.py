@@ -25,7 +25,7 @@ EPOCHS = 3
 
 
 @pytest.fixture(autouse=True)
-def each_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Logs a window for every batch."""
     monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 0.0)
     monkeypatch.setattr("keras_distplug.runlog.run_log._SHARE", 0.0)
@@ -85,9 +85,9 @@ def test_broken_tracker(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise ConnectionError("down")
 
     tracker.before = fail
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     assert fit(ours(tmp_path, tracker)) == plain
-    assert time.monotonic() - begun_s < 45  # far less than the time that the tracker hangs
+    assert time.monotonic() - started_s < 45  # far less than the time that the tracker hangs
     assert tracker.points == []
     release.set()
 
