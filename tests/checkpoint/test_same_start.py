@@ -88,7 +88,7 @@ def test_missing() -> None:
 
 
 def test_harmless_differences(lines: list[str]) -> None:
-    """One line of the chief's log lists harmless differences."""
+    """Harmless differences are listed in one line of the chief's log."""
     chief = {SEED: "1", "optimizer.learning_rate": "0.01", "Python": "3.11.7"}
     other = {SEED: "2", "optimizer.learning_rate": "0.05", "Python": "3.12.1"}
     assert compare([chief, chief, other]) == [None] * 3

@@ -305,7 +305,7 @@ def test_failure_of_an_unrelated_process(monkeypatch: pytest.MonkeyPatch) -> Non
         with connected(host, int(port)) as connection:
             messages.send(connection, dataclasses.asdict(hello))
             for _ in messages.receive(connection, time.monotonic() + 20):
-                pass  # until it is sent away
+                pass  # until it is rejected
         rendezvous.meet(last, VERSIONS)
         thread.join(30)
         assert not thread.is_alive()
@@ -370,7 +370,7 @@ def test_stranger_at_the_chiefs_address(answer: bytes | None) -> None:
 
 
 def test_another_worker_at_the_chiefs_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_FAREWELL_SECS", 5.0)  # the third one never comes
+    monkeypatch.setattr(waiting, "_FAREWELL_SECS", 5.0)  # the third worker never starts
     _, worker, last = roles(3)
     mistaken = at(last, 0, worker.cluster["worker"][1])
     thread = threading.Thread(target=lambda: outcomes(meet(worker)), daemon=True)
@@ -465,7 +465,8 @@ def test_signals_end_the_wait(index: int, number: signal.Signals) -> None:
 
 
 def test_two_chiefs() -> None:
-    """Two machines have index 0: the one that is not at the address names the one that is."""
+    """If two machines have index 0, the one that is not at the chief's address names the one that
+    is."""
     with hosts(2) as machines:
         [port] = free_ports(1)
         cluster = [f"{machine.address}:{port}" for machine in machines]

@@ -95,7 +95,7 @@ def test_numbered_by_a_launcher(environ: dict[str, str]) -> None:
 
 
 def test_index_in_quotes() -> None:
-    """An index "1" is 1, as TensorFlow takes it."""
+    """The index "1" counts as 1, as in TensorFlow."""
     assert from_environment(tf_config(TWO, {"type": "worker", "index": "1"})).index == 1
 
 

@@ -32,14 +32,14 @@ def test_agreements(count: int) -> None:
     for name in ("first_error", "all_to_all"):
         with cost_of(name, count) as cost:
             assert cost.messages == {"put": others + 1, "get": 2 * others, "delete": 1}
-            assert cost.kept == 1  # until the next time
+            assert cost.kept == 1  # until the next agreement
     with cost_of("barrier", count) as cost:
         assert cost.messages == {"barrier": count}
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_stop(count: int) -> None:
-    """Preemption: one worker sends a letter to all, and every worker reports its progress once."""
+    """Preemption: one worker notifies all others, and every worker reports its progress once."""
     with cost_of("stop", count) as cost:
         claims, letters, moments, word = count, count, count, 1
         assert cost.messages["put"] == claims + letters + moments + word

@@ -134,7 +134,7 @@ def test_safetensors(trained: tuple[Path, keras.Model], tmp_path: Path, ask: Ask
 
 
 def test_older_step(tmp_path: Path, ask: Ask) -> None:
-    """A step in mid-training is exported with the values of that time."""
+    """A step in mid-training is exported with its own values."""
     then: list[bytes] = []
     model = small.model()
     fit(tmp_path, AtStep(lambda: then.extend(state(model)), 3), model=model, save_freq=3)

@@ -1,4 +1,4 @@
-"""The published tables are those that the last run of all rows has written."""
+"""The published tables are those written by the last run of all rows."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_rollback(found: list[dict[str, Any]]) -> None:
 
 
 def test_rollback_does_not_help(found: list[dict[str, Any]]) -> None:
-    """If that does not help, all workers end training."""
+    """If a rollback does not help, all workers end training."""
     ended = found[0]["no more"]
     assert ended["error"].startswith(
         "2 consecutive updates skipped (non-finite values or outliers), and there is no che"

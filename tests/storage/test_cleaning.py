@@ -212,7 +212,7 @@ def test_deleted_by_another_process(url: str, keep_last: int) -> None:
 
 
 def test_deleted_during_a_save(url: str) -> None:
-    """Neither does one that is deleted while the next one is written."""
+    """A checkpoint that is deleted while the next one is written does not count either."""
     files = open_files(url)
     saving = Checkpoints(files)
     for step in (1, 2, 3):

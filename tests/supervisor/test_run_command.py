@@ -247,7 +247,7 @@ def test_joined_in_time(start: Start) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_to_the_supervisor(start: Start, number: signal.Signals, code: int) -> None:
-    """A signal to the supervisor reaches the workers, which may exit on their own terms."""
+    """A signal to the supervisor reaches the workers, which may shut down in their own way."""
     job = start(
         """
 def save(number, frame):
@@ -347,7 +347,7 @@ complete()
 
 
 def test_readers_that_exit(tmp_path: Path) -> None:
-    """So it does when standard error is closed as well, as under `2>&1 | head`."""
+    """Training also continues when standard error is closed as well, as under `2>&1 | head`."""
     worker = (
         "import os, pathlib\nfor _ in range(100): print('x' * 9999)\npathlib.Path('done').touch()"
     )
