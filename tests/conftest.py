@@ -13,11 +13,11 @@ import hypothesis
 import pytest
 from support.stages import ALL_STAGES, STAGES, stage_of
 
-# TensorFlow chooses by the processor. Most users have it, and it is what has most to be mended.
+# TensorFlow's default depends on the processor. Most users have it enabled, and it needs the most
+# workarounds.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
-# What takes longest begins first when several processes run the tests, so that none idles in the
-# end.
+# The slowest tests start first if several processes run the tests, so that none is idle at the end.
 LONGEST_FIRST = (
     "tests/contracts/test_matrix.py",
     "tests/stores",
@@ -47,10 +47,10 @@ LONGEST_FIRST = (
 )
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be there
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is optional
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`-n 2`: one process runs what shares fixtures. (`--dist loadgroup` of pytest-xdist 3.8 has no
-    effect under pytest 9.2.)"""
+    """With `-n 2`, tests that share fixtures run in one process. (`--dist loadgroup` of
+    pytest-xdist 3.8 has no effect under pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
@@ -114,13 +114,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(nodeid: str) -> str:
-    """The file; or the folder whose tests share servers."""
+    """Returns the test's file, or the folder whose tests share servers."""
     file = nodeid.partition("::")[0]
     return "tests/stores" if file.startswith("tests/stores/") else file
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what has been imported, so that the collections below take no time
+    gc.freeze()  # the imported objects, so that the collections below take no time
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -131,10 +131,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """An iterator of a dataset may miss that its thread of autotune is to end, and then waits until
-    that wakes up by itself: in as long a time as it has lived, up to a minute. So none grows old
-    as garbage, whose collection in some later test took more than that test's time-out. What is
-    still referenced then, TensorFlow keeps for good: frozen, it costs later collections nothing."""
+    """Collects and freezes garbage, so that no dataset iterator becomes old garbage. An iterator's
+    autotune thread may miss the signal to end, and then only wakes up after as long as the iterator
+    has lived, up to a minute: collecting it in a later test exceeded that test's timeout.
+    TensorFlow keeps the remaining objects forever; frozen, they cost later collections nothing."""
     if item.get_closest_marker("tf"):
         gc.collect()
         gc.freeze()
@@ -147,10 +147,10 @@ UPSTREAM = "tests/backend/test_upstream.py"
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a test of upstream's faults has found, as `pytest_terminal_summary` tells it."""
+    """Records the finding of a test of an upstream bug, for `pytest_terminal_summary`."""
     report = yield
     if item.nodeid.startswith(UPSTREAM) and (call.when == "call" or not report.passed):
-        finding = "not known"  # whoever looked for the fault has failed
+        finding = "not known"  # the search for the bug failed
         if report.passed:
             finding = "needed"
         elif report.skipped or (call.excinfo and call.excinfo.errisinstance(AssertionError)):
@@ -161,7 +161,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which of upstream's faults are still there: what a test of them found in this run."""
+    """Prints which upstream bugs still exist, as found by the tests in this run."""
     found: dict[str, list[str]] = {"needed": [], "unnecessary": [], "not known": []}
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -190,7 +190,8 @@ def _version(distribution: str) -> str:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """pytest's own, which hears the package whether or not a test before made it talk."""
+    """Pytest's own fixture, which captures the package's messages whatever earlier tests have
+    configured."""
     logger = logging.getLogger("keras_distplug")
     level = logger.level
     logger.addHandler(caplog.handler)
@@ -207,8 +208,8 @@ class _Forgetful(dict[Any, Any]):
 
 @pytest.fixture(autouse=True)
 def as_other_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `fit` of a test counts as one of another process, unless the test is about several of
-    one (`one_process`)."""
+    """Treats every `fit` of a test as one of another process, unless the test is about several fits
+    in one process (`one_process`)."""
     of = request.node.get_closest_marker
     if of("tf") and not of("one_process"):
         from keras_distplug.checkpoint import opening, saves
@@ -218,7 +219,7 @@ def as_other_processes(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 def _forget_seed() -> None:
-    """What a test before gave, from which TensorFlow would seed what has no seed."""
+    """Resets the seed that an earlier test has set, from which TensorFlow would derive others."""
     import tensorflow as tf
 
     tf.random.set_seed(None)
@@ -226,7 +227,8 @@ def _forget_seed() -> None:
 
 @cache
 def _split_cpu() -> None:
-    """Two logical devices, for tests of several replicas; possible before the first tensor only."""
+    """Creates two logical devices, for tests of several replicas; only possible before the first
+    tensor."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]

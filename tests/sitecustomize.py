@@ -1,7 +1,7 @@
-"""What each process that a test starts runs first: it starts in two thirds of the time.
+"""Runs first in every process that a test starts, and makes it start in two thirds of the time.
 
-Keras and TensorFlow load pandas, SciPy and scikit-learn where they are there, only to know what is
-theirs. For them, they are not there; for who imports them to use them, they are.
+Keras and TensorFlow load pandas, SciPy and scikit-learn, if installed, only to recognize their
+types. This hides these packages from Keras and TensorFlow, but not from other importers.
 """
 
 from __future__ import annotations

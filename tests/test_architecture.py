@@ -1,4 +1,5 @@
-"""The house: imports run one way, private names stay in one room, importing is light."""
+"""The package's structure: imports run one way, private names stay in one folder, importing is
+light."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ import keras_distplug
 
 PACKAGE = Path(keras_distplug.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# What the files of each room may import, besides their own room. Features come first; none of them
-# is imported by another, but for checkpoint and runlog, which others build on.
+# What the files of every room (a folder or top-level module) may import, in addition to their own
+# room. Features may import none of each other, except checkpoint and runlog.
 FEATURES = {"preemption", "hang", "nonfinite", "replicas", "checkpoint", "runlog"}
 TENSORFLOW = {"backend.runtime", "backend.input", "backend.replicas", "backend.parameter_server"}
 BACKEND = TENSORFLOW | {"backend.trainer"}
@@ -61,7 +62,7 @@ MAY_IMPORT |= {
     "__init__": GROUND | FEATURES | {"startup", "default_callbacks", "fit"},
     "__main__": {"cli"},
 }
-# What is imported on demand, in a process that shall not load TensorFlow, and what may load it.
+# Rooms that are used in processes that must not load TensorFlow.
 WITHOUT_TENSORFLOW = (
     "core",
     "storage",
@@ -78,7 +79,8 @@ REMOTE_STORES = ("remote.py", "object_store.py", "sftp.py")
 
 @functools.cache
 def imports(path: Path, *, at_import: bool = False) -> tuple[str, ...]:
-    """Modules that a file imports, but for type checkers: anywhere, or when imported itself."""
+    """Returns the modules that a file imports, except for type checking: anywhere, or at import
+    only."""
     return tuple(_imports(path, at_import))
 
 
@@ -101,7 +103,7 @@ def _imports(path: Path, at_import: bool) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """The room of a module of the package: its folder, or its name if it is in none."""
+    """Returns the room of a module of the package: its folder, or its name if it is in none."""
     parts = module.removeprefix("keras_distplug").split(".")[1:]
     if not parts:
         return "__init__"
@@ -119,7 +121,7 @@ MODULES = {get_name(path): path for path in FILES}
 
 
 def modules_used(path: Path, *, at_import: bool = False) -> set[str]:
-    """Modules of the package that a file imports; those it needs to be imported, if asked."""
+    """Returns the modules of the package that a file imports anywhere, or at import only."""
     return {name for name in imports(path, at_import=at_import) if name in MODULES}
 
 
@@ -131,13 +133,13 @@ def test_imports_run_one_way(path: Path) -> None:
         pytest.fail(f"{path.relative_to(PACKAGE)} imports {used[other]}")
 
 
-def test_rooms_have_an_order() -> None:
-    """No room imports another that imports it, over whatever others."""
+def test_rooms_have_no_cycles() -> None:
+    """Imports between rooms have no cycles."""
     graphlib.TopologicalSorter(MAY_IMPORT).prepare()
 
 
-def test_modules_have_an_order() -> None:
-    """Nor does a module."""
+def test_modules_have_no_cycles() -> None:
+    """Imports between modules have no cycles, either."""
     graphlib.TopologicalSorter(
         {
             name: {each for each in modules_used(path) if each != name and not _is_folder(each)}
@@ -151,8 +153,8 @@ def _is_folder(module: str) -> bool:
     return MODULES[module].name == "__init__.py"
 
 
-def test_names_of_files() -> None:
-    """A name says which file is meant, without its folder."""
+def test_unique_names_of_files() -> None:
+    """File names are unique, without their folders."""
     names = [path.name for path in FILES if path.name != "__init__.py"]
     assert sorted(names) == sorted(set(names))
 
@@ -164,7 +166,7 @@ def test_files_are_short(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_names_stay_in_the_backend(path: Path) -> None:
-    """Only backend/ touches what Keras and TensorFlow do not export."""
+    """Only backend/ uses private names of Keras and TensorFlow."""
     private = [
         name
         for name in imports(path)
@@ -176,8 +178,9 @@ def test_private_names_stay_in_the_backend(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_who_may_load_what(path: Path) -> None:
-    """What runs beside a training loads no TensorFlow; remote stores alone load fsspec."""
+def test_modules_without_heavy_imports(path: Path) -> None:
+    """Modules that run alongside training do not load TensorFlow; only remote stores load
+    fsspec."""
     place = path.relative_to(PACKAGE)
     light = bool({"roles", "notices", "trusted_config.py", "keras_files.py"} & set(place.parts))
     if light or room(get_name(path)) in WITHOUT_TENSORFLOW:
@@ -190,7 +193,7 @@ def test_who_may_load_what(path: Path) -> None:
 
 
 def loaded_with(module: str) -> set[str]:
-    """Packages that are loaded when a module of ours is imported."""
+    """Returns the packages that are loaded when a module of ours is imported."""
     left, seen, loaded = [module], set[str](), set[str]()
     while left:
         name = left.pop()
@@ -203,7 +206,7 @@ def loaded_with(module: str) -> set[str]:
 
 
 def test_page() -> None:
-    """The page for contributors names every folder, and only files that there are."""
+    """The page for contributors names every folder, and only existing files."""
     page = (PACKAGE.parent / "docs/architecture.md").read_text()
     for folder in sorted(
         path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
@@ -213,15 +216,15 @@ def test_page() -> None:
         assert (PACKAGE / name).exists() or (PACKAGE.parent / name).exists(), name
 
 
-def test_names_of_tests() -> None:
-    """Of two test modules of one name, pytest takes one for the other."""
+def test_unique_names_of_test_modules() -> None:
+    """Names of test modules are unique: pytest would confuse modules with the same name."""
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.tf
 def test_public_names() -> None:
-    """`__all__` is what there is, each name can be had, and no other one."""
+    """`__all__` is sorted, all of its names exist, and other names raise AttributeError."""
     assert sorted(keras_distplug.__all__) == keras_distplug.__all__
     for name in keras_distplug.__all__:
         assert getattr(keras_distplug, name) is not None
@@ -231,9 +234,8 @@ def test_public_names() -> None:
 
 
 @pytest.mark.tf
-def test_hints_of_public_names() -> None:
-    """Editors show what each public function and method takes and gives; none is left open, or
-    names what is not there."""
+def test_type_hints_of_public_names() -> None:
+    """Public functions and methods have complete type hints, whose names can be resolved."""
     for name in set(keras_distplug.__all__) - {"__version__", "errors"}:
         value = getattr(keras_distplug, name)
         functions = [value]
@@ -259,7 +261,8 @@ def test_hints_of_public_names() -> None:
     ],
 )
 def test_importing_is_light(module: str) -> None:
-    """Importing the package, the command line, or notices, loads no TensorFlow, Keras or NumPy."""
+    """Importing the package, the command line or notices loads no TensorFlow, Keras, NumPy or
+    fsspec."""
     heavy = "{'tensorflow', 'keras', 'numpy', 'fsspec'}"
     code = f"import sys, {module}; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Benchmarks report in one way, and each has its row in benchmarks/README.md."""
+"""Benchmarks report their results in the same way, and have a row in benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(not NAMES, reason="the sdist has no benchmarks")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reports(name: str) -> None:
-    """Each has `--json`, shows a table, and describes the machine: by the functions for it.
+    """Every benchmark has `--json`, shows a table, and describes the machine, by shared functions.
 
-    None is started, because most load TensorFlow, which takes seconds.
+    No benchmark is started, because most load TensorFlow, which takes seconds.
     """
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     imported = {
@@ -59,7 +59,8 @@ def _measured() -> ModuleType:
 
 
 def test_spread(measured: ModuleType) -> None:
-    """A median stands beside the least and the most, or the quartiles; a single value alone."""
+    """A median is shown with the minimum and maximum, or with the quartiles; a single value
+    alone."""
     found = measured.spread([0.001, 0.005, 0.002, 0.004, 0.003])
     assert measured.format_spread(found, ".1f", 1000, " ms") == "3.0 ms (1.0 to 5.0)"
     assert (
@@ -69,7 +70,7 @@ def test_spread(measured: ModuleType) -> None:
 
 
 def test_report(measured: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The machine is described where people read, and in JSON, which has no secret."""
+    """The machine is described in the output and in the JSON file, which contains no secrets."""
     file = tmp_path / "found.json"
     arguments = measured.parser("About.").parse_args(["--json", str(file)])
     settings = {"rounds": 3, "storage_options": {"secret": "of the store"}}

@@ -9,7 +9,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_lowest_versions() -> None:
-    """The versions that CI installs as the lowest are the lower ends of the declared ranges."""
+    """The lowest versions that CI installs are the lower bounds of the declared ranges."""
     extras = PROJECT["optional-dependencies"]
     declared = [*PROJECT["dependencies"], *extras["tensorflow-cpu"], *extras["examples"]]
     lowest = {re.sub(r">=([\d.]+).*", r"==\1", requirement) for requirement in declared}
@@ -17,11 +17,11 @@ def test_lowest_versions() -> None:
     assert {line for line in lines if not line.startswith("#")} == lowest
 
 
-KNOWN_BREAKS: dict[str, str] = {}  # of requirements, the reason
+KNOWN_BREAKS: dict[str, str] = {}  # the reason for every limited requirement
 
 
 def test_upper_limits() -> None:
-    """A user with newer packages is not locked out, unless a break is known."""
+    """Requirements have no upper limits, except for known incompatibilities."""
     required = list(PROJECT["dependencies"])
     for extra in PROJECT["optional-dependencies"].values():
         required += extra
@@ -30,7 +30,7 @@ def test_upper_limits() -> None:
 
 
 def test_runtime_dependencies_are_imported() -> None:
-    """What is installed with the package is what the package imports."""
+    """The package imports all of its runtime dependencies."""
     text = "\n".join(path.read_text() for path in (ROOT / "keras_distplug").rglob("*.py"))
     names = {re.split("[>=<]", each)[0].replace("-", "_") for each in PROJECT["dependencies"]}
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
@@ -38,7 +38,7 @@ def test_runtime_dependencies_are_imported() -> None:
 
 
 def test_version() -> None:
-    """The version stands in two places that say the same."""
+    """Both places that state the version agree."""
     import keras_distplug
 
     assert keras_distplug.__version__ == PROJECT["version"]

@@ -1,4 +1,4 @@
-"""`promises.toml` names tests that exist, in the stages in which they run."""
+"""`promises.toml` names existing tests, in the stages in which they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture
 def stages(request: pytest.FixtureRequest) -> Mapping[str, str]:
-    """The stage of every test."""
+    """Returns the stage of every test."""
     found = request.config.stash[ALL_STAGES]
     files = {f"tests/{file.relative_to(TESTS)}" for file in TESTS.rglob("test_*.py")}
     if missing := files - {nodeid.partition("::")[0] for nodeid in found}:
@@ -23,7 +23,7 @@ def stages(request: pytest.FixtureRequest) -> Mapping[str, str]:
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise["says"][:60])
 def test_tests_of_a_promise(promise: Mapping[str, object], stages: Mapping[str, str]) -> None:
-    """Every promise is proven in the first stage, and by tests that are there."""
+    """Every promise is proven by existing tests, at least one of them in the default stage."""
     assert promise.keys() <= {"says", *STAGES}
     assert promise["default"], "nothing proves this with every `pytest`"
     for stage in STAGES:
@@ -32,8 +32,8 @@ def test_tests_of_a_promise(promise: Mapping[str, object], stages: Mapping[str, 
             assert stage in found, f"{name} does not run in stage {stage}, but in {found}"
 
 
-def test_nightly(stages: Mapping[str, str]) -> None:
-    """What is put off until the night exists, and proves nothing by default."""
+def test_nightly_tests_exist(stages: Mapping[str, str]) -> None:
+    """Tests listed as nightly exist, and do not run by default."""
     for name in NIGHTLY:
         found = {of for nodeid, of in stages.items() if _is_of(nodeid, name)}
         assert found, f"{name} does not exist"

@@ -97,7 +97,7 @@ def test_calling_fit() -> None:
 
 
 def test_frame_with_reused_address() -> None:
-    """If an error keeps the list alive, another frame may get the same address; it is told apart
+    """If an error keeps the list alive, another frame may get the same address; it is distinguished
     by its code."""
     still_there, frame = Thing(), sys._getframe()
     for code, is_it in ((look.__code__, False), (frame.f_code, True)):

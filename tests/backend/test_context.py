@@ -125,6 +125,6 @@ def test_delete_is_recursive() -> None:
     all workers."""
     script = Path(__file__).parents[1] / "workers" / "upstream.py"
     ended = run_workers(
-        [str(script), "lost_word"], 2, env={"KERAS_DISTPLUG_AUTO_INIT": "0"}, timeout_s=240
+        [str(script), "lost_message"], 2, env={"KERAS_DISTPLUG_AUTO_INIT": "0"}, timeout_s=240
     )
     assert 'FOUND {"deletes what is below": true}' in ended[0].output

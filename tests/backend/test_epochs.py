@@ -61,7 +61,7 @@ def test_innermost_loop_is_found() -> None:
 
 
 @pytest.mark.parametrize(("batch", "first"), [(0, [0, 1, 2, 3]), (3, [3]), (4, []), (math.inf, [])])
-def test_begin_at(batch: float, first: list[int]) -> None:
+def test_start_at_batch(batch: float, first: list[int]) -> None:
     """The first epoch starts with that batch, the next one with its first batch."""
     callback = Within(lambda loop: loop.begin_at(batch))
     fit(callback, epochs=2)

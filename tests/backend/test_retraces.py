@@ -54,7 +54,7 @@ def train(model: Noting, *sizes: int) -> list[bytes]:
 
 
 def test_same_traces() -> None:
-    """With the first batch after the checkpoint being the smaller one."""
+    """A resumed process makes the same traces, even if its first batch is the smaller one."""
     model, resumed = adapted(), adapted()
     made = Retraces.of(model).made
     expected = train(model, 8)
@@ -71,16 +71,17 @@ def test_same_traces() -> None:
     assert Retraces.of(resumed).made == made
 
 
-def test_have_an_effect_without() -> None:
-    """The tests can fail: a process that starts with the smaller batch makes other traces."""
+def test_control() -> None:
+    """The tests can fail: without this feature, a process that starts with the smaller batch makes
+    other traces."""
     model, other = adapted(), adapted()
     train(model, 8, 5)
     train(other, 5, 8)
     assert model.traced != other.traced
 
 
-def test_forgotten() -> None:
-    """A step that a callback has traced from scratch repeats nothing."""
+def test_traces_from_scratch() -> None:
+    """If a callback makes the step be traced from scratch, no stored trace is repeated."""
     model = adapted()
     train(model, 8, 5)
     Retraces.of(model).stored["train_step"] = Retraces.of(model).made["train_step"]
@@ -101,7 +102,7 @@ def test_forgotten() -> None:
     ids=["tensor", "ragged", "sparse"],
 )
 def test_specs(part: Callable[[], Any]) -> None:
-    """What a step was traced for, it is not traced for again by a batch of that kind."""
+    """A step is not traced again for a batch of a kind that it was already traced for."""
     function = tf.function(lambda data: data["x"], reduce_retracing=True)
     data = {"x": part(), "y": None}
     shapes = tuple(map(retraces._get_shape, tf.nest.flatten(data)))
@@ -111,7 +112,7 @@ def test_specs(part: Callable[[], Any]) -> None:
 
 
 def test_other_data() -> None:
-    """Of a batch with other parts than the stored ones, nothing is repeated."""
+    """Traces are not repeated if the batch has other parts than the stored ones."""
     assert retraces._specs((tf.constant(1.0),), ((), ())) is None
     assert retraces._specs((tf.constant(1.0),), (None,)) is None
     model = adapted()

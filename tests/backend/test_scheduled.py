@@ -52,8 +52,8 @@ def test_steps_per_execution(found: Found) -> None:
 
 
 def test_messages(found: Found) -> None:
-    """Besides gradients and changes of metrics, a worker sends one message that says if all values
-    are finite."""
+    """In addition to gradients and changes of metrics, a worker sends one message that says if all
+    values are finite."""
     messages = found["messages"]
     assert messages["gradients"] == 4
     assert messages["sent"] == messages["gradients"] + messages["sums"] + 1
@@ -95,12 +95,13 @@ def test_model_from_outside(found: Found) -> None:
 
 
 def test_own_fit(found: Found) -> None:
-    """Workers read what a model's own `fit` passes to Keras', and count every step and sample."""
+    """Workers read the arguments that a model's own `fit` passes to Keras', and count every step
+    and sample."""
     assert found["own_fit"] == {"wraps": [40, 320.0], "doubles": [40, 320.0]}
 
 
 def test_function_of_a_context(found: Found) -> None:
-    """Both workers read, and each one reads the data created for it."""
+    """Both workers read, and both read the data created for them."""
     seen = found["of_context"]["seen"]
     assert sum(seen) == STEPS * BATCH
     assert min(seen) > 0
@@ -125,7 +126,7 @@ def test_nothing_finite(found: Found) -> None:
 def test_resume(found: Found) -> None:
     """After an error in mid-epoch, training resumes with the step after the last checkpoint, which
     includes all steps scheduled before it, and the epoch's metrics continue."""
-    assert found["goes_on"] == {
+    assert found["resumed_fit"] == {
         "began": STEPS + 20,
         "first": 20,
         "steps": 2 * STEPS,

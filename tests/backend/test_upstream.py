@@ -100,7 +100,7 @@ def test_late_strategy() -> None:
 
 def test_wait_for_a_lost_worker() -> None:
     """The coordination service does not interrupt a wait for the value of a lost worker."""
-    assert findings("lost_word", workers=2)["lost"] == "DeadlineExceededError"
+    assert findings("lost_message", workers=2)["lost"] == "DeadlineExceededError"
 
 
 def test_uneven_batch(mirrored: dict[str, Any]) -> None:

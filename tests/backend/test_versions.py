@@ -64,7 +64,7 @@ def test_other_distributions(monkeypatch: pytest.MonkeyPatch, distribution: str)
 
 
 def test_distributions_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two distributions of one module, the one whose files are installed counts."""
+    """If two distributions of one module are installed, the one whose files are loaded counts."""
     pretend(monkeypatch, keras="3.15.1", keras_nightly="3.16.0.dev2026102704", tensorflow="2.21.0")
     monkeypatch.setattr(versions, "_loaded", {"keras": "3.16.0.dev2026102704"}.get)
     assert str(versions.find("keras")) == "keras-nightly 3.16.0.dev2026102704"

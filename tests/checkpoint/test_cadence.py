@@ -156,7 +156,7 @@ def test_auto(stall_s: float, excess: float) -> None:
     assert run.pace.skipped == 0
 
 
-def test_auto_of_saves_that_cost_nothing() -> None:
+def test_auto_with_free_saves() -> None:
     """One save follows the other, but never two at a time."""
     run = Run(Auto(0.01), stall_s=0.0, save_s=5.0).steps(1000)
     assert 15 <= len(run.saves) <= 20
@@ -170,7 +170,7 @@ def test_auto_measures_first() -> None:
 
 
 @pytest.mark.parametrize("step_s", [2.0, 10.0, 35.0])
-def test_first_of_slow_steps(step_s: float) -> None:
+def test_first_save_with_slow_steps(step_s: float) -> None:
     """The first save comes within a minute, if two steps fit into that."""
     run = Run(Auto(0.01), step_s=step_s, stall_s=1.0).steps(20)
     step, _ = run.saves[0]

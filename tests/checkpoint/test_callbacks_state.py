@@ -155,7 +155,7 @@ def test_interrupted(made: list[str], epochs: list[int], tmp_path: Path) -> None
     assert found == expected
 
 
-def test_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_is_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above notices if the callbacks' state is not restored."""
     expected, _ = fit(tmp_path / "a", "early", "reduce", "own")
     with pytest.raises(small.Interrupted):
@@ -168,7 +168,7 @@ def test_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {0, 1, 2} <= set(differing)
 
 
-def test_several_of_a_class(tmp_path: Path) -> None:
+def test_several_callbacks_of_a_class(tmp_path: Path) -> None:
     """Callbacks of one class are distinguished by their order; an additional one starts fresh."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, "early", "early_delta", stop=small.Stop(3, 1))
@@ -218,7 +218,7 @@ def test_moving_averages(tmp_path: Path) -> None:
     assert fit("b") == expected
 
 
-def test_rows_of_others(tmp_path: Path) -> None:
+def test_rows_of_other_epochs(tmp_path: Path) -> None:
     """Rows of other epochs than those trained again are kept."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, "csv", stop=small.Stop(2, 1))

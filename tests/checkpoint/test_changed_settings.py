@@ -322,7 +322,7 @@ def test_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "from the script" not in caplog.text
 
 
-def test_rate_that_training_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rate_changed_by_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A learning rate changed by training is kept; `restore_learning_rate=False` uses the script's
     only if the script has changed it."""
 
@@ -493,7 +493,7 @@ def test_unknown(there: dict[str, Any], here: dict[str, Any]) -> None:
     assert changed_settings.compare(there, here) == []
 
 
-def test_optimizer_that_scales_the_loss() -> None:
+def test_loss_scaling_optimizer() -> None:
     """A loss-scaling optimizer is compared by its inner optimizer, as with `mixed_float16`."""
 
     def described(rate: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.tf, pytest.mark.timeout(600)]  # five trainings each
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(600)]  # every case trains five times
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
@@ -184,7 +184,7 @@ def fit(case: Case, folder: Path, at: tuple[Any, ...] = ()) -> tuple[list[Any], 
         small.state(made),
         history.history,
         history.epoch,
-        # A generator is read again, which repeats what it draws from Python's generators.
+        # A generator is read again, and repeats its draws from Python's generators.
         [] if case.data == "generator" else watch.drawn,
         (stopping.wait, stopping.best, stopping.best_epoch),
         [w.tobytes() for w in map(np.asarray, stopping.best_weights or [])],
@@ -208,7 +208,7 @@ CASES = [
     Case("unknown length", "mirrored", 3),
     Case("tf.data", "central_storage"),
 ]
-# Other combinations of the above: a minute or two each.
+# Other combinations of the above, which take a minute or two per case.
 MORE = [
     Case("class weights"),
     Case("repeated"),

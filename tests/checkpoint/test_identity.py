@@ -177,8 +177,8 @@ def test_ambiguous() -> None:
 @pytest.mark.parametrize("kind", ["arrays", "tf.data"])
 @pytest.mark.parametrize("given", [{}, {"strategy": "one_device"}], ids=["fit", "distributed_fit"])
 def test_other_data(given: dict[str, Any], kind: str) -> None:
-    """Other samples, and other labels, are refused mid-run and after its end; the suggested
-    argument allows them."""
+    """Other samples, and other labels, are refused, both mid-run and for a finished run; the
+    suggested argument allows them."""
 
     def go(x: np.ndarray, y: np.ndarray, *more: Any, **named: Any) -> None:
         model, data = small.model(), INPUTS[kind](x, y)

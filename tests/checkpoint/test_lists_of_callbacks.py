@@ -30,7 +30,7 @@ from keras_distplug.core.errors import ConfigurationError  # noqa: E402
         (lambda a, b: [kd.defaults], "Received: the function `defaults` itself"),
     ],
 )
-def test_lists_that_are_wrong(callbacks: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_lists(callbacks: Any, message: str, tmp_path: Path) -> None:
     """Errors in the list of callbacks are reported, with the correct code."""
     given = callbacks(tmp_path / "a", tmp_path / "b")
     with pytest.raises(ConfigurationError, match=re.escape(message)):

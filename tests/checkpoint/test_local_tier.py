@@ -56,8 +56,8 @@ def test_copies(tier: LocalTier) -> None:
     assert np.array_equal(stored.arrays["model/a"], [3, 3, 3])
 
 
-def test_sessions_before(tier: LocalTier, tmp_path: Path) -> None:
-    """Checkpoints of an earlier session stay until this one has two of its own, even if they are
+def test_earlier_sessions(tier: LocalTier, tmp_path: Path) -> None:
+    """Checkpoints of an earlier session stay until this one has two, even if the earlier ones are
     newer; those of other runs stay."""
     other = LocalTier(LocalFiles(tmp_path), "another-run")
     save(other.writer("s1", 0, Nobody()), 9)
@@ -102,7 +102,7 @@ def test_end(tier: LocalTier, tmp_path: Path) -> None:
 def test_folder_that_cannot_be_deleted(
     tier: LocalTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that cannot be deleted takes up disk space, which is reported, and has no other
+    """A folder that cannot be deleted occupies disk space, which is reported, and has no other
     effect."""
 
     def fail(self: LocalFiles, path: str) -> None:

@@ -195,7 +195,7 @@ def test_failed_fit_after_a_deleted_run(tmp_path: Path) -> None:
     assert stop.batches == 7 + 2  # from the checkpoint of its second step on
 
 
-def test_resume_false_again(tmp_path: Path) -> None:
+def test_resume_false_after_an_interruption(tmp_path: Path) -> None:
     """In a notebook, `resume=False` starts from scratch even after an interrupted `fit`."""
     model, stop = small.model(), StopAtStep(7)
     for _ in range(3):

@@ -51,7 +51,7 @@ class Add(keras.callbacks.Callback):
 
 @pytest.fixture(autouse=True)
 def wait_for_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for every save, so that it is known where an interrupted `fit` resumes."""
+    """Waits for every save, so that the step from which an interrupted `fit` resumes is known."""
     stock = saver.Saver.start
 
     def start(self: saver.Saver, step: int, save: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class StopAtEnd(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("stop", [small.Stop(1, 1), StopAtEnd()], ids=["in it", "at its end"])
 @pytest.mark.parametrize("name", ["backup", "defaults"])
-def test_score_of_each_class(name: str, stop: keras.callbacks.Callback, tmp_path: Path) -> None:
+def test_score_per_class(name: str, stop: keras.callbacks.Callback, tmp_path: Path) -> None:
     """`F1Score()` logs an array. Its checkpoints can be read, and History holds it after a restart,
     even for an epoch that has no batch left, and with additional callbacks."""
     expected = fit(None)
@@ -122,7 +122,7 @@ def test_values(name: str, tmp_path: Path) -> None:
     require_same(fit(VALUES[name], *kd.defaults(tmp_path, save_freq="epoch")), expected)
 
 
-def test_value_that_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsavable_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that cannot be saved costs neither training nor a checkpoint, and is reported once,
     with its name and type."""
 

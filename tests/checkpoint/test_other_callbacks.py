@@ -646,7 +646,7 @@ def backup(directory: Path) -> Callback:
 @pytest.mark.parametrize("name", [*TUTORIALS, *OTHERS])
 def test_interrupted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Training ends with the weights, History and files of plain Keras, from within an epoch and
-    from its end."""
+    after its last batch."""
     make = {**TUTORIALS, **OTHERS}[name]
     plain = fit(make, tmp_path / "plain")
     for place in [(1, 1), (2, 3)]:

@@ -161,7 +161,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize("title", MOVED)
-def test_batches_that_are_moved(title: str, tmp_path: Path) -> None:
+def test_moved_batches(title: str, tmp_path: Path) -> None:
     """If a transformation moves whole batches, another global batch size is refused mid-epoch, with
     the transformation's name, and accepted between epochs."""
     make = lambda size: {"x": MOVED[title](shuffled(size))}  # noqa: E731

@@ -1,4 +1,4 @@
-"""Variables used by a step but outside the model are part of the run, whoever owns them."""
+"""Variables that a step uses are part of the run, even if they do not belong to the model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def generator() -> Script:
 
 
 def two_optimizers() -> Script:
-    """The second one is owned by no object, and is built in the first step."""
+    """Returns a model whose second optimizer is owned by no object, and is built in the first
+    step."""
     shift = keras.Variable(np.ones(4, "float32"))
     adam = keras.optimizers.Adam(0.1)
 
@@ -210,8 +211,8 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Training ends with the weights and the History of plain Keras, from within an epoch and from
-    its end."""
+    """Training ends with the weights and the History of plain Keras, from within an epoch and after
+    its last batch."""
     plain = fit(name)
     for place in [(1, 1), (1, 4)]:
         directory = tmp_path / f"{place}"
@@ -235,7 +236,7 @@ def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
         assert fit(name, backup(tmp_path), eager=True) == plain
 
 
-def test_made_by_an_eager_step(tmp_path: Path) -> None:
+def test_variable_made_by_an_eager_step(tmp_path: Path) -> None:
     """A variable created by an eager step is reported by the first run."""
     with pytest.warns(
         UserWarning, match=r"<closure> adam/.*: the first step creates this variable"
@@ -326,7 +327,7 @@ def test_objects_that_raise(tmp_path: Path) -> None:
     assert float(variable) == pytest.approx(0.5 * 1.7**2)
 
 
-def test_other_shape(tmp_path: Path) -> None:
+def test_changed_shape(tmp_path: Path) -> None:
     """A variable whose shape the script has changed keeps its value, which is reported."""
 
     def train(size: int) -> None:
@@ -341,7 +342,7 @@ def test_other_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_out_of_reach(eager: bool, tmp_path: Path) -> None:
+def test_unreachable_variable(eager: bool, tmp_path: Path) -> None:
     """A variable that cannot be reached by name is reported with its line, once, in the first
     step."""
     hidden = {frozenset({1, 2}): tf.Variable(2.0)}  # a key that another process may not know
@@ -375,7 +376,7 @@ class Draws(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_drawn_once(replicas: int, tmp_path: Path) -> None:
+def test_constants_drawn_in_python(replicas: int, tmp_path: Path) -> None:
     """A step that draws from Python or NumPy, which results in a constant, is reported with its
     line."""
 

@@ -225,8 +225,8 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Training ends with the weights and the History of plain Keras, from within an epoch and from
-    its end."""
+    """Training ends with the weights and the History of plain Keras, from within an epoch and after
+    its last batch."""
     plain = fit(name)
     for place in [(1, 1), (1, 3)]:
         directory = tmp_path / str(place)

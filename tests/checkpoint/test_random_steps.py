@@ -95,8 +95,8 @@ def resumed(draw: Draw, place: tuple[int, int], directory: Path, **how: Any) -> 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Training ends bit for bit like plain Keras, from within an epoch, its last batch, and its
-    end."""
+    """Training ends bit for bit like plain Keras, resumed within an epoch, before its last batch,
+    and after it."""
     plain = fit(DRAWS[name])
     for place in [(1, 1), (1, 3)]:
         assert resumed(DRAWS[name], place, tmp_path / f"{place}") == plain, place
@@ -126,7 +126,7 @@ class TraceAgain(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
-def test_traced_again(tmp_path: Path) -> None:
+def test_retraced(tmp_path: Path) -> None:
     """A new trace draws from the start, as in plain Keras."""
     plain = fit(DRAWS["several"], TraceAgain())
     assert fit(DRAWS["several"], TraceAgain(), backup(tmp_path / "whole")) == plain
@@ -143,7 +143,7 @@ class Forget(keras.callbacks.Callback):
             keras.backend.clear_session()
 
 
-def test_kernels_that_are_forgotten(tmp_path: Path) -> None:
+def test_restarted_kernels(tmp_path: Path) -> None:
     """`set_random_seed` and `clear_session` restart random ops, as in plain Keras."""
     plain = fit(DRAWS["normal"], Forget())
     assert fit(DRAWS["normal"], Forget(), backup(tmp_path / "whole")) == plain
@@ -153,7 +153,8 @@ def test_kernels_that_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_two_fits(tmp_path: Path) -> None:
-    """A `fit` with the callbacks leaves random ops where a later one without them continues."""
+    """After a `fit` with the callbacks, a later one without them continues the sequences of random
+    ops."""
 
     def train(*callbacks: keras.callbacks.Callback) -> Any:
         keras.utils.set_random_seed(5)

@@ -71,7 +71,7 @@ def interrupt(directory: Path, epoch: int, batch: int, **more: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_several_replicas(strategy: str, tmp_path: Path) -> None:
-    """Interrupted on two replicas, each with its own dropout, training ends bit for bit the
+    """After an interruption on two replicas with separate dropout, training ends bit for bit the
     same."""
     expected, _ = train(tmp_path / "expected", strategy=strategy)
     interrupt(tmp_path / "run", 2, 1, strategy=strategy)
@@ -221,7 +221,8 @@ def test_resume_false_under_a_supervisor(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("first", [True, False])
 def test_place_among_callbacks(first: bool, tmp_path: Path) -> None:
-    """A checkpoint includes what other callbacks do at an epoch's end, whatever their order."""
+    """A checkpoint includes the effects of other callbacks at an epoch's end, whatever their
+    order."""
 
     class Shrink(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -260,7 +261,7 @@ def sequential() -> keras.Model:
 
 
 @pytest.mark.parametrize("make", [sequential, Subclass])
-def test_model_that_is_not_built(make: Callable[[], keras.Model], tmp_path: Path) -> None:
+def test_unbuilt_model(make: Callable[[], keras.Model], tmp_path: Path) -> None:
     """A model that Keras builds at its first batch is resumed, too, and returned when finished."""
 
     def fit(folder: str, *callbacks: keras.callbacks.Callback, seed: int = 2) -> keras.Model:
@@ -287,7 +288,7 @@ def test_model_that_is_not_built(make: Callable[[], keras.Model], tmp_path: Path
 
 
 @pytest.mark.parametrize("validation", [None, (small.X[:8], small.Y[:8])], ids=["", "validated"])
-def test_metrics_that_no_step_has_built(validation: Any, tmp_path: Path) -> None:
+def test_unbuilt_metrics(validation: Any, tmp_path: Path) -> None:
     """Custom metrics start from zero after an epoch that is resumed after its last batch, although
     Keras resets none of a model that has not trained yet."""
 
@@ -360,7 +361,7 @@ def test_delete_checkpoint(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.rglob("*")] == ["backup", "notes.txt"][: 2 * kept]
 
 
-def test_the_constructor_of_keras() -> None:
+def test_constructor_of_keras() -> None:
     """The constructor accepts the arguments of `keras.callbacks.BackupAndRestore`, with their order
     and defaults."""
     keras_own = inspect.signature(keras.callbacks.BackupAndRestore).parameters
@@ -372,7 +373,7 @@ def test_the_constructor_of_keras() -> None:
     assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in others)
 
 
-def test_the_arguments_of_fit() -> None:
+def test_arguments_of_fit() -> None:
     """`distributed_fit` accepts the arguments of `Model.fit`, with their order and defaults."""
     keras_own = list(inspect.signature(keras.Model.fit).parameters.values())[1:]
     ours = list(inspect.signature(kd.distributed_fit).parameters.values())[1:]
@@ -412,7 +413,7 @@ def test_with_tensorboard(tmp_path: Path) -> None:
     assert "epoch_loss" in tags
 
 
-def test_twice_with_the_same_callbacks(tmp_path: Path) -> None:
+def test_reused_callbacks(tmp_path: Path) -> None:
     """A list of callbacks can be used for several calls of `fit`."""
     callbacks = kd.defaults(tmp_path, save_freq="epoch")
     model = small.model()
@@ -580,8 +581,9 @@ def drawn_without_a_seed() -> keras.Model:
 @pytest.mark.parametrize(
     "make", [two_optimizers, mixed_precision, normalized, drawn_without_a_seed]
 )
-def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: Path) -> None:
-    """Optimizers for a part of the model, several of them, wrapped ones, adapted layers."""
+def test_unusual_models(make: Callable[[], keras.Model], tmp_path: Path) -> None:
+    """Unusual models resume as well: optimizers for a part of the model, several of them, wrapped
+    ones, adapted layers."""
 
     def fit(folder: str, *stop: small.Stop) -> keras.Model:
         keras.backend.clear_session()  # also resets the generator of `keras.random`

@@ -71,7 +71,7 @@ def test_refused(lines: list[str]) -> None:
     assert lines == []
 
 
-def test_own_part() -> None:
+def test_own_part_of_the_data() -> None:
     """The error about data says how every worker can read its own part."""
     [error, *_] = compare([{"data: contents of x": each} for each in ("aa", "bb", "bb")])
     assert error is not None
@@ -87,8 +87,8 @@ def test_missing() -> None:
     assert "validation_data: none on worker-0, given on worker-2" in error
 
 
-def test_harmless(lines: list[str]) -> None:
-    """One line of the chief's log lists harmless differences."""
+def test_harmless_differences(lines: list[str]) -> None:
+    """Harmless differences are listed in one line of the chief's log."""
     chief = {SEED: "1", "optimizer.learning_rate": "0.01", "Python": "3.11.7"}
     other = {SEED: "2", "optimizer.learning_rate": "0.05", "Python": "3.12.1"}
     assert compare([chief, chief, other]) == [None] * 3

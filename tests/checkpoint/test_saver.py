@@ -82,7 +82,7 @@ def test_failure() -> None:
     assert saver.finished()[0].error is None
 
 
-def test_one_at_a_time() -> None:
+def test_one_save_at_a_time() -> None:
     saver, save = Saver(), Save()
     saver.start(1, save)
     with pytest.raises(RuntimeError, match="in progress"):

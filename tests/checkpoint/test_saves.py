@@ -188,7 +188,7 @@ def test_storage_that_hangs() -> None:
     assert writer.steps == [2]
 
 
-def test_failure_of_the_last_one() -> None:
+def test_failed_last_save() -> None:
     """Training does not end as if nothing were wrong if its last save has failed."""
     writer = Writer()
     running = saves(writer, EveryEpoch())

@@ -277,7 +277,7 @@ def test_retention(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_the_end_is_written_once(changed: bool, tmp_path: Path) -> None:
+def test_end_is_written_once(changed: bool, tmp_path: Path) -> None:
     """Training that ends in the state after its last step does not write that state again."""
 
     class AtEnd(keras.callbacks.Callback):  # type: ignore[misc]

@@ -177,7 +177,7 @@ def of_callback() -> tuple[keras.Model, Hook]:
     return model, hook
 
 
-def compiled_anew() -> tuple[keras.Model, Hook]:
+def compiled_again() -> tuple[keras.Model, Hook]:
     """The step of the third epoch is traced with the value at that time."""
 
     def change(model: Any, value: float) -> None:
@@ -220,7 +220,7 @@ SCRIPTS = {
     "of a closure": of_closure,
     "a global": of_global,
     "of the callback": of_callback,
-    "recompiled": compiled_anew,
+    "recompiled": compiled_again,
     "between sizes": between_sizes,
 }
 
@@ -261,7 +261,7 @@ def test_on_replicas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["of the model", "of a closure"])
-def test_have_an_effect_without(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_control(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """These tests can fail: traced with the values of the resumed epoch, the steps differ."""
     monkeypatch.setattr(
         "keras_distplug.checkpoint.traced_values.TracedValues.restore", lambda *_: None

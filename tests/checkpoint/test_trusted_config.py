@@ -184,7 +184,7 @@ def test_number_of_kinds() -> None:
     assert len(distinct) >= 60
 
 
-def test_module_and_function_behind_a_registered_name(config: dict[str, Any]) -> None:
+def test_registered_name_of_a_foreign_function(config: dict[str, Any]) -> None:
     """Keras looks up a function by its name only, so a registered name does not make it the
     user's."""
     hidden = function("builtins", "exec", "own>Scaled")
@@ -193,8 +193,8 @@ def test_module_and_function_behind_a_registered_name(config: dict[str, Any]) ->
         require_trusted(changed, ELEMENTS, NAMES["imported"])
 
 
-def test_class_of_a_module_that_is_no_part_of_a_model(config: dict[str, Any]) -> None:
-    """Of an imported module, only layers, losses and the like are accepted."""
+def test_unrelated_class_of_an_imported_module(config: dict[str, Any]) -> None:
+    """An imported module's class is only accepted if it is a layer, a loss or the like."""
     changed, where = forged_in("layer", made(__name__, "KerasFiles"), config)
     with pytest.raises(ModelError, match=where):
         require_trusted(changed, ELEMENTS, NAMES["imported"])

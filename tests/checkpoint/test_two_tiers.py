@@ -1,5 +1,4 @@
-"""Checkpoints in two places: often on the workers' own machines, less often where all can read
-them."""
+"""Checkpoints in two places: often on the workers' own machines, less often in shared storage."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError  # noqa: E402
 from keras_distplug.storage.stores.local import LocalFiles  # noqa: E402
 
-SHARED_AT, LOCAL_AT = 4, 8  # steps of the newest in either place, after `interrupt`
+SHARED_AT, LOCAL_AT = 4, 8  # steps of the newest checkpoint in either place, after `interrupt`
 
 
 def fit(
@@ -102,7 +101,7 @@ def test_machine_is_lost(
     assert "checkpoint step-00000004: resuming at epoch 2/4" in caplog.text
 
 
-def test_shared_one_is_newer(
+def test_newer_shared_checkpoint(
     folder: Path, undisturbed: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A local checkpoint that is older than the newest shared one is not used."""
@@ -139,7 +138,7 @@ def test_local_damage(
     assert "checkpoint step-00000004: resuming at epoch 2/4" in caplog.text
 
 
-def test_local_one_that_cannot_be_read(
+def test_unreadable_local_checkpoint(
     folder: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine whose disk fails costs no more than losing it would."""
@@ -158,7 +157,7 @@ def test_local_one_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("harm", ["shards", "manifests"])
-def test_shared_ones_are_damaged(harm: str, folder: Path, undisturbed: list[bytes]) -> None:
+def test_damaged_shared_checkpoints(harm: str, folder: Path, undisturbed: list[bytes]) -> None:
     """An intact local checkpoint is used even if no shared one is intact; without it, that is an
     error."""
     names = {"shards": "*.safetensors", "manifests": "MANIFEST.json"}
@@ -174,7 +173,7 @@ def test_shared_ones_are_damaged(harm: str, folder: Path, undisturbed: list[byte
     assert fit(folder) == undisturbed
 
 
-def test_another_worker_has_none(
+def test_missing_on_another_worker(
     folder: Path,
     undisturbed: list[bytes],
     monkeypatch: pytest.MonkeyPatch,

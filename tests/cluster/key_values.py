@@ -1,4 +1,4 @@
-"""A store of key-values in this process."""
+"""An in-memory key-value store."""
 
 from __future__ import annotations
 

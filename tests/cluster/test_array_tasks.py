@@ -1,4 +1,4 @@
-"""Tasks of array jobs, by what their schedulers say."""
+"""Detection of array jobs' tasks from their schedulers' variables."""
 
 from __future__ import annotations
 

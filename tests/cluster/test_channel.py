@@ -40,7 +40,7 @@ def test_from_chief() -> None:
     [((None, None), None), (("a", None), "a"), ((None, "b"), "b"), (("a", "b"), "a")],
 )
 def test_first_error(said: tuple[str | None, str | None], first: str | None) -> None:
-    """All workers get the complaint of the first worker that has one."""
+    """All workers get the error of the first worker that has one."""
     store = Memory()
     workers = [Channel(role, store) for role in (CHIEF, OTHER)]
     with ThreadPoolExecutor() as pool:
@@ -100,7 +100,7 @@ def test_lost_chief() -> None:
         Channel(OTHER, store).gather_on_chief("random", "b")
 
 
-def test_told_once() -> None:
+def test_topic_is_used_once() -> None:
     """A topic is used once per session."""
     store = Memory()
     chief, other = (Channel(role, store).below("a session") for role in (CHIEF, OTHER))

@@ -1,4 +1,4 @@
-"""The variables of clouds, as their documents show them. None of this ran on a cloud's machine."""
+"""The variables of clouds, as documented. None of this was run on a cloud's machine."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_alone(environ: dict[str, str]) -> None:
     ],
 )
 def test_impossible_cluster_spec(pools: object, task: object, complaint: str) -> None:
-    """An impossible CLUSTER_SPEC is refused, in terms of its own names."""
+    """An impossible CLUSTER_SPEC is refused; the error uses CLUSTER_SPEC's own names."""
     with pytest.raises(ClusterError, match=f"(?i){complaint}"):
         from_environment(vertex(pools, task))
 
@@ -149,7 +149,7 @@ def test_sagemaker_nonsense(environ: dict[str, str], complaint: str) -> None:
 
 
 def test_order() -> None:
-    """TF_CONFIG wins, then a Slurm step, CLUSTER_SPEC and SM_HOSTS."""
+    """TF_CONFIG takes precedence, then a Slurm step, CLUSTER_SPEC and SM_HOSTS."""
     replica = vertex(POOLS, {"type": "workerpool0", "index": 0})
     host = sagemaker("algo-1", "algo-1", "algo-2")
     assert from_environment(STEP | replica | host).source == "Slurm"
@@ -170,7 +170,7 @@ def test_pod(workers: str) -> None:
     assert from_environment(POD | {workers: "1", "JOB_COMPLETION_INDEX": "0"}) == single_process()
 
 
-def test_pod_has_a_cluster_of_its_own() -> None:
+def test_pod_with_its_own_cluster() -> None:
     """TF_CONFIG, as of a supervisor in the pod, comes first."""
     environ = POD | {"KERAS_DISTPLUG_WORKERS": "2", "JOB_COMPLETION_INDEX": "0", "TF_CONFIG": "{}"}
     assert from_environment(environ) == single_process()
@@ -203,6 +203,6 @@ def test_pod_has_a_cluster_of_its_own() -> None:
     ],
     ids=["workers", "index", "none", "many", "too high", "same", "no port"],
 )
-def test_pod_that_cannot_be(environ: dict[str, str], complaint: str) -> None:
+def test_impossible_pod(environ: dict[str, str], complaint: str) -> None:
     with pytest.raises(ClusterError, match=complaint):
         from_environment(POD | environ)

@@ -20,7 +20,7 @@ leaving.note_lost_peer()
 """
 LOST = 'PeerLostError("worker-1 is gone")'
 CAUGHT = f"try: raise {LOST}\nexcept PeerLostError: pass\n"
-# What the interpreter calls behind all of Python's, as TensorFlow's end: this waits for ever.
+# Runs after all of Python's exit functions, like TensorFlow's shutdown, and waits forever.
 ENDLESS = "ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).pause)\n"
 
 
@@ -54,15 +54,15 @@ def run(
     ids=["unhandled", "endless", "cause", "context", "other", "caught", "own code", "alarm"],
 )
 def test_code(script: str, code: int) -> None:
-    """Unhandled, the error ends the process with 201, and nothing can keep it; handled, the code is
-    that of the script, if the interpreter finishes. Functions at exit are called."""
+    """If it is unhandled, the error always ends the process with 201; if it is handled, the exit
+    code is the script's, provided that the interpreter finishes. Exit functions are called."""
     ended, printed = run(script)
     assert ended == code, printed
     assert printed.endswith("last words\n")
     assert ("worker-1 is gone" in printed) is (code == 201)
 
 
-def test_hanging_last_words() -> None:
+def test_hanging_exit_function() -> None:
     """A function at exit that does not return is abandoned."""
     hangs = "leaving._LAST_WORDS_S = 0.5\natexit.register(lambda: time.sleep(100))\n"
     ended, printed = run(f"{hangs}raise {LOST}")
@@ -70,13 +70,13 @@ def test_hanging_last_words() -> None:
     assert "last words" not in printed
 
 
-def test_told_to_go() -> None:
+def test_exit_with_our_code() -> None:
     """A process that leaves with a code of this package always exits with that code."""
     ended, printed = run(f"{ENDLESS}leaving.set_exit_code(143)\nsys.exit(143)")
     assert (ended, printed) == (143, "last words\n")
 
 
-def test_code_of_what_others_are_told_of() -> None:
+def test_exit_code_after_notifying_others() -> None:
     """An error of this package keeps its code even if the other workers are notified."""
     env = {"TF_CONFIG": TASK}
     script = "print('told', error); return 1"
@@ -95,7 +95,7 @@ leaving.prepare()
 
 
 @pytest.mark.parametrize(("task", "is_told"), [("worker", True), ("evaluator", False)])
-def test_whose_failure_others_are_told_of(task: str, is_told: bool) -> None:
+def test_failures_that_are_reported(task: str, is_told: bool) -> None:
     """The error of an evaluator does not end training."""
     cluster = {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]}
     env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}})}

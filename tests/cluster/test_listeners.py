@@ -1,4 +1,4 @@
-"""Letters at the end of a process."""
+"""Mailboxes when a process exits."""
 
 from __future__ import annotations
 

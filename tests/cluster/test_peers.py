@@ -59,7 +59,7 @@ def role(workers: Sequence[socket.socket], index: int) -> Role:
 WELL = [None, None, None]
 
 
-def test_who_does_not_listen(workers: list[socket.socket]) -> None:
+def test_worker_with_a_closed_port(workers: list[socket.socket]) -> None:
     """A worker whose port is closed is named with its address, before the service knows."""
     here = role(workers, 1)
     workers[2].close()
@@ -68,7 +68,7 @@ def test_who_does_not_listen(workers: list[socket.socket]) -> None:
     assert found == f"worker-2 ({address}), where no process listens any longer"
 
 
-def test_the_chief(workers: list[socket.socket]) -> None:
+def test_lost_chief(workers: list[socket.socket]) -> None:
     """If the chief is lost, so is the service; the message names the chief."""
     here = role(workers, 1)
     workers[0].close()
@@ -80,7 +80,7 @@ def test_the_chief(workers: list[socket.socket]) -> None:
 
 
 @pytest.mark.parametrize("answer", [TimeoutError("silence"), ConnectionError("no route")])
-def test_the_machine_of_the_chief(answer: OSError, workers: list[socket.socket]) -> None:
+def test_lost_machine_of_the_chief(answer: OSError, workers: list[socket.socket]) -> None:
     """A service that does not answer for as long as a worker may be silent has lost its chief."""
     found = peers.lost(CLOSED, role(workers, 1), Service(answer))
     assert found is not None
@@ -88,8 +88,8 @@ def test_the_machine_of_the_chief(answer: OSError, workers: list[socket.socket])
     assert found.endswith("which no longer answers")
 
 
-def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
-    """If TensorFlow has already waited for the chief, there is no second wait."""
+def test_no_second_wait_for_a_frozen_chief(workers: list[socket.socket]) -> None:
+    """If TensorFlow has already waited for the chief, no second wait follows."""
     error = tf.errors.DeadlineExceededError(
         None,
         None,
@@ -103,7 +103,7 @@ def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
     )
 
 
-def test_what_the_service_knows(workers: list[socket.socket]) -> None:
+def test_loss_reported_by_the_service(workers: list[socket.socket]) -> None:
     """A worker that listens but sends no heartbeats is lost once the service reports it."""
     found = peers.lost(CLOSED, role(workers, 0), Service(WELL, WELL, [None, None, STOPPED]))
     assert found is not None
@@ -111,7 +111,7 @@ def test_what_the_service_knows(workers: list[socket.socket]) -> None:
     assert found.endswith("which has sent no heartbeat for 1 s")
 
 
-def test_who_was_first(workers: list[socket.socket]) -> None:
+def test_report_precedes_exit(workers: list[socket.socket]) -> None:
     """Another worker's report has precedence over that worker's own exit."""
     word = (
         "keras_distplug lost <worker-2 (host:1), where no process listens any longer> by <worker-0>"
@@ -143,7 +143,7 @@ def test_other_errors(error: Exception, workers: list[socket.socket]) -> None:
     assert peers.lost(error, here, Service([None, STOPPED, None])) is None
 
 
-def test_nobody_is_lost(workers: list[socket.socket]) -> None:
+def test_all_workers_are_healthy(workers: list[socket.socket]) -> None:
     """An error that may come from a connection is left as it is if all workers are healthy."""
     error = tf.errors.InternalError(None, None, "out of luck")
     assert peers.lost(error, role(workers, 0), Service(WELL)) is None
@@ -178,7 +178,7 @@ def test_connection_to_a_store(workers: list[socket.socket]) -> None:
     assert peers.lost(error, role(workers[:2], 1), Service(WELL[:2])) is None
 
 
-def test_lost_by_another(workers: list[socket.socket]) -> None:
+def test_loss_reported_by_another_worker(workers: list[socket.socket]) -> None:
     """If another worker reports this one as lost, the error names that worker."""
     told = "keras_distplug lost <worker-0 (the chief, a:1), to which the> by <worker-1 (b:1)>"
     error = tf.errors.UnavailableError(None, None, told)

@@ -30,7 +30,7 @@ def test_in_use(family: socket.AddressFamily, host: str) -> None:
     ports.require_free(role_at(port), patience_secs=0.0)
 
 
-def test_about_to_be_free() -> None:
+def test_port_that_becomes_free() -> None:
     """The wait covers a process that is about to exit."""
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]

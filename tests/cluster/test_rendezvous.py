@@ -138,7 +138,7 @@ def test_all_start(workers: int) -> None:
         ports.require_free(role)
 
 
-def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting workers report the missing one and its address; also an unknown host name."""
     lines = announced(monkeypatch)
     first, worker, last = roles(3)
@@ -154,7 +154,7 @@ def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         rendezvous.meet(last, VERSIONS)
 
     address = others.get_address
-    # The name resolves once the last one is there.
+    # The name resolves once the last worker has started.
     monkeypatch.setattr(
         others,
         "get_address",
@@ -180,7 +180,7 @@ def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_failure_of_another(failing: int) -> None:
+def test_failure_of_another_worker(failing: int) -> None:
     """A process that fails before it joins ends the others, with its error."""
     all_roles = roles(3)
     acts = [fail(role) if role.rank == failing else meet(role) for role in all_roles]
@@ -225,7 +225,7 @@ def test_different_clusters() -> None:
         assert "127.0.0.1:9" in str(error)
 
 
-def test_one_of_an_earlier_start() -> None:
+def test_worker_of_an_earlier_start() -> None:
     """A process of another cluster does not end workers whose own peers start."""
     first, worker, last = roles(3)
 
@@ -237,7 +237,7 @@ def test_one_of_an_earlier_start() -> None:
     assert outcomes(meet(first), meet(worker), come_after_it) == [None] * 3
 
 
-def test_worker_that_is_started_again() -> None:
+def test_restarted_worker() -> None:
     """A worker that vanished during the wait may return, even before its broken connection is
     noticed."""
     first, worker, last = roles(3)
@@ -266,7 +266,7 @@ def connected(host: str, port: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_connected_again(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconnected(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose connection broke returns with a second one, even if the data of the first one
     arrives later."""
     first, worker, last = roles(3)
@@ -291,7 +291,7 @@ def test_connected_again(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert outcomes(meet(first), come_twice) == [None, None]
 
 
-def test_failure_of_a_process_that_is_not_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_an_unrelated_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program in the same container may use the port."""
     first, worker, last = roles(3)
     lines = announced(monkeypatch)
@@ -305,7 +305,7 @@ def test_failure_of_a_process_that_is_not_the_worker(monkeypatch: pytest.MonkeyP
         with connected(host, int(port)) as connection:
             messages.send(connection, dataclasses.asdict(hello))
             for _ in messages.receive(connection, time.monotonic() + 20):
-                pass  # until it is sent away
+                pass  # until it is rejected
         rendezvous.meet(last, VERSIONS)
         thread.join(30)
         assert not thread.is_alive()
@@ -314,9 +314,7 @@ def test_failure_of_a_process_that_is_not_the_worker(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_chief_that_is_interrupted(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_chief(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """The others stop waiting."""
     first, worker, _ = roles(3)
 
@@ -350,7 +348,7 @@ def test_own_address_may_differ() -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_address_that_leads_nowhere() -> None:
+def test_unreachable_address() -> None:
     """A worker that the others cannot reach at its address is named before TensorFlow tries."""
     first, worker = roles(2)
     [port] = free_ports(1)
@@ -372,7 +370,7 @@ def test_stranger_at_the_chiefs_address(answer: bytes | None) -> None:
 
 
 def test_another_worker_at_the_chiefs_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_FAREWELL_SECS", 5.0)  # the third one never comes
+    monkeypatch.setattr(waiting, "_FAREWELL_SECS", 5.0)  # the third worker never starts
     _, worker, last = roles(3)
     mistaken = at(last, 0, worker.cluster["worker"][1])
     thread = threading.Thread(target=lambda: outcomes(meet(worker)), daemon=True)
@@ -385,7 +383,7 @@ def test_another_worker_at_the_chiefs_address(monkeypatch: pytest.MonkeyPatch) -
     assert not thread.is_alive()
 
 
-def test_tensorflow_at_the_chiefs_address() -> None:
+def test_chief_that_makes_the_strategy_itself() -> None:
     """If the chief's script makes the strategy itself, TensorFlow waits for the chief."""
     _, worker = roles(2)
     with serving(worker, SETTINGS) as received:
@@ -393,7 +391,7 @@ def test_tensorflow_at_the_chiefs_address() -> None:
     assert received
 
 
-def test_tensorflow_comes_to_the_chief(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_makes_the_strategy_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose script makes the strategy itself: the others start."""
     lines = announced(monkeypatch)
     first, worker, _ = roles(3)
@@ -408,7 +406,7 @@ def test_tensorflow_comes_to_the_chief(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes(meet(first), meet(worker), knock) == [None] * 3
 
 
-def test_what_else_comes_to_the_chief() -> None:
+def test_unrelated_connections() -> None:
     """Connections of probes and scanners are closed."""
     first, worker = roles(2)
     host, _, port = first.cluster["worker"][0].rpartition(":")
@@ -467,7 +465,8 @@ def test_signals_end_the_wait(index: int, number: signal.Signals) -> None:
 
 
 def test_two_chiefs() -> None:
-    """Two machines have index 0: the one that is not at the address names the one that is."""
+    """If two machines have index 0, the one that is not at the chief's address names the one that
+    is."""
     with hosts(2) as machines:
         [port] = free_ports(1)
         cluster = [f"{machine.address}:{port}" for machine in machines]

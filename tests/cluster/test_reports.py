@@ -22,7 +22,7 @@ CLUSTER = {"worker": tuple(f"127.0.0.1:{port}" for port in range(WORKERS))}
 
 
 @dataclass
-class Heard:
+class Calls:
     """Collects the calls on the chief."""
 
     together: list[list[str]] = field(default_factory=list)
@@ -49,8 +49,8 @@ class Heard:
 class Workers:
     def __init__(self) -> None:
         self.store = Memory()
-        self.heard = Heard()
-        self.others = Heard()
+        self.heard = Calls()
+        self.others = Calls()
         self.all = []
         for rank in range(WORKERS):
             role = Role("worker", rank, CLUSTER, source="a test")
@@ -82,7 +82,7 @@ def test_together(workers: Workers) -> None:
     assert workers.store.values == {}
 
 
-def test_one_is_missing(workers: Workers) -> None:
+def test_missing_report(workers: Workers) -> None:
     """The chief gets no reports before all workers have reported."""
     workers.all[1].send(lambda: "1")
     workers.all[0].send(lambda: "0")
@@ -91,8 +91,8 @@ def test_one_is_missing(workers: Workers) -> None:
     workers.heard.wait_for(together=1)
 
 
-def test_end_with_one_missing(workers: Workers) -> None:
-    """The chief does not wait for what will never come."""
+def test_close_with_a_missing_report(workers: Workers) -> None:
+    """Closing does not wait for reports that will never arrive."""
     workers.all[0].send(lambda: "0")
     for each in workers.all:
         each.close()
@@ -101,7 +101,7 @@ def test_end_with_one_missing(workers: Workers) -> None:
     assert workers.heard.lost == []
 
 
-def test_words_are_lost(workers: Workers) -> None:
+def test_lost_worker(workers: Workers) -> None:
     """A lost worker is reported once, and closing does not wait for it."""
     workers.store.breaks_at = "keras_distplug/told/a session/report/0/1"
     workers.all[0].send(lambda: "0")
@@ -122,7 +122,7 @@ def test_report_that_cannot_be_made(workers: Workers) -> None:
     assert str(workers.others.lost[0]) == "no answer"
 
 
-def test_last_ones(workers: Workers) -> None:
+def test_reports_in_progress(workers: Workers) -> None:
     """Closing waits for reports in progress, if requested."""
     workers.all[0].send(lambda: "0")
     ends = threading.Thread(target=workers.all[0].close, args=(30,))

@@ -95,7 +95,7 @@ def test_numbered_by_a_launcher(environ: dict[str, str]) -> None:
 
 
 def test_index_in_quotes() -> None:
-    """An index "1" is 1, as TensorFlow takes it."""
+    """The index "1" counts as 1, as in TensorFlow."""
     assert from_environment(tf_config(TWO, {"type": "worker", "index": "1"})).index == 1
 
 
@@ -200,7 +200,7 @@ def test_tf_config_round_trip() -> None:
 
 
 def test_slurm_step() -> None:
-    """The tasks of an srun step are workers, in blocks over the nodes, one port each."""
+    """The tasks of an srun step are workers, in blocks over the nodes, with one port per task."""
     role = from_environment(srun())
     hosts = [address.split(":")[0] for address in role.cluster["worker"]]
     assert hosts == ["node01", "node01", "node02", "node02", "node07", "node07", "gpu5"]

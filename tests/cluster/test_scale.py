@@ -27,19 +27,19 @@ def cost_of(operation: str, count: int) -> Iterator[Cost]:
 def test_agreements(count: int) -> None:
     """Every worker sends one message to the chief, and gets one from it."""
     others = count - 1
-    with cost_of("one_tells_all", count) as cost:
+    with cost_of("one_to_all", count) as cost:
         assert cost.messages == {"put": 1, "get": others}
-    for name in ("first_error", "all_tell_all"):
+    for name in ("first_error", "all_to_all"):
         with cost_of(name, count) as cost:
             assert cost.messages == {"put": others + 1, "get": 2 * others, "delete": 1}
-            assert cost.kept == 1  # until the next time
+            assert cost.kept == 1  # until the next agreement
     with cost_of("barrier", count) as cost:
         assert cost.messages == {"barrier": count}
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_stop(count: int) -> None:
-    """Preemption: one worker sends a letter to all, and every worker reports its progress once."""
+    """Preemption: one worker notifies all others, and every worker reports its progress once."""
     with cost_of("stop", count) as cost:
         claims, letters, moments, word = count, count, count, 1
         assert cost.messages["put"] == claims + letters + moments + word
@@ -66,7 +66,7 @@ def test_checkpoints(count: int) -> None:
     commit = {"put": 2 + others, "get": others + 2 * others, "delete": 1}
     assert save.messages["get"] == agreed["get"] + commit["get"]
     assert save.messages["put"] == agreed["put"] + commit["put"]
-    assert save.messages["delete"] == agreed["delete"] + commit["delete"] + 2  # what all have heard
+    assert save.messages["delete"] == agreed["delete"] + commit["delete"] + 2  # already received
     files = 8 * (2**30 // 8 // 2**25) if count == 8 else 64
     assert save.requests["PUT"] == files + 1
     assert save.requests.get("HEAD", 0) == 0
@@ -76,8 +76,8 @@ def test_checkpoints(count: int) -> None:
     assert restore.requests["LIST"] < count + 20
 
 
-def test_writers_of_many() -> None:
-    """Of thousands of workers, only as many write as keeps files large."""
+def test_number_of_writers() -> None:
+    """With thousands of workers, only some of them write, so that files stay large."""
     for workers, size, writers in ((8, 10, 8), (64, 10, 64), (4096, 10, 64), (4096, 2**30, 256)):
         assert at_scale.commit._writers(size, workers) == writers
         places = [at_scale.commit._writer_index(rank, writers, workers) for rank in range(workers)]
@@ -85,7 +85,7 @@ def test_writers_of_many() -> None:
         assert places[0] == 0
 
 
-def test_some_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that a few of many workers wrote is complete."""
     monkeypatch.setattr(at_scale, "STATE_BYTES", 2**22)
     monkeypatch.setattr(at_scale.commit, "_ALL_WRITE", 3)

@@ -1,4 +1,5 @@
-"""`export` to safetensors, and rules for all formats: where a file is written, and when."""
+"""`export` to safetensors, and rules for all formats: the place of a file, and the time at which it
+appears."""
 
 from __future__ import annotations
 
@@ -110,7 +111,9 @@ def test_types_without_a_name(tmp_path: Path, ask: Ask) -> None:
         (("--run", "run-0002"), "step-00000004"),
     ],
 )
-def test_which_is_exported(asked: tuple[str, ...], expected: str, tmp_path: Path, ask: Ask) -> None:
+def test_selected_checkpoint(
+    asked: tuple[str, ...], expected: str, tmp_path: Path, ask: Ask
+) -> None:
     """Selects a step, a name, the best by a metric (the newest of equal ones), or the newest."""
     good = {"metrics": {"accuracy": 0.5}}
     saved = [made.state(4, 0.9), made.state(8, 0.1), made.state(12, **good), made.final(12, **good)]
@@ -129,7 +132,7 @@ def test_which_is_exported(asked: tuple[str, ...], expected: str, tmp_path: Path
         (("--format", "keras"), 3, "has no MODEL.json"),
     ],
 )
-def test_what_cannot_be_exported(
+def test_missing_checkpoint(
     asked: tuple[str, ...], code: int, message: str, tmp_path: Path, say: Say
 ) -> None:
     """A missing checkpoint is an error, and no file is written."""
@@ -186,7 +189,7 @@ def test_overwrite(out: str, tmp_path: Path, say: Say) -> None:
     assert beside(out) == ["w.safetensors"]
 
 
-def test_overwrite_in_vain(out: str, tmp_path: Path, say: Say) -> None:
+def test_failed_overwrite(out: str, tmp_path: Path, say: Say) -> None:
     """An existing file stays if the checkpoint is damaged, even with --overwrite."""
     made.run(tmp_path / "runs", made.state(4), made.state(8))
     say("export", tmp_path / "runs", out, "--step", "4")
@@ -197,7 +200,7 @@ def test_overwrite_in_vain(out: str, tmp_path: Path, say: Say) -> None:
     assert beside(out) == ["w.safetensors"]
 
 
-def test_name_that_is_taken_meanwhile(
+def test_name_taken_concurrently(
     out: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that appears while this one is written stays unchanged."""

@@ -134,7 +134,7 @@ def test_safetensors(trained: tuple[Path, keras.Model], tmp_path: Path, ask: Ask
 
 
 def test_older_step(tmp_path: Path, ask: Ask) -> None:
-    """A step in mid-training is exported with the values of that time."""
+    """A step in mid-training is exported with its own values."""
     then: list[bytes] = []
     model = small.model()
     fit(tmp_path, AtStep(lambda: then.extend(state(model)), 3), model=model, save_freq=3)
@@ -305,7 +305,7 @@ def unserializable() -> keras.Model:
     return model
 
 
-def test_model_that_cannot_be_told(tmp_path: Path, say: Say) -> None:
+def test_undescribable_model(tmp_path: Path, say: Say) -> None:
     """Training continues without MODEL.json; the command names an alternative, which works."""
     runs_, model = tmp_path / "runs", unserializable()
     backup = kd.BackupAndRestore(runs_, delete_checkpoint=False)
@@ -335,7 +335,7 @@ def test_lambdas_are_not_loaded(tmp_path: Path, say: Say) -> None:
     assert os.listdir(tmp_path) == ["runs"]
 
 
-def test_failing_disk_at_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_disk_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If MODEL.json cannot be written, training warns and continues."""
     stock = LocalFiles.create
 
@@ -350,7 +350,7 @@ def test_failing_disk_at_the_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / RUN / "final-00000008" / "MANIFEST.json").exists()
 
 
-# What is kept of models
+# Stored model descriptions
 
 
 def wide(activation: str) -> keras.Model:
@@ -398,7 +398,7 @@ def test_damaged_model_file(tmp_path: Path, say: Say) -> None:
     assert (tmp_path / RUN / "MODEL-2.json").exists()
 
 
-def test_weights_that_follow_from_an_input(trained: tuple[Path, keras.Model]) -> None:
+def test_weights_sized_by_an_input(trained: tuple[Path, keras.Model]) -> None:
     """Weights larger than the checkpoint are refused before memory is allocated, also if their size
     is not in the model's description."""
     files = open_files(trained[0])
@@ -414,7 +414,7 @@ def test_weights_that_follow_from_an_input(trained: tuple[Path, keras.Model]) ->
     assert keras.Variable._validate_shape is tracked
 
 
-def test_another_model_in_the_file(tmp_path: Path) -> None:
+def test_other_model_in_the_file(tmp_path: Path) -> None:
     """A model that does not match the checkpoint is refused with the first difference."""
     fit(tmp_path, model=wide("tanh"))
     files = open_files(tmp_path)
@@ -431,7 +431,7 @@ def test_another_model_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("out", FORMATS)
 @pytest.mark.parametrize("rebuilt", [False, True])
-def test_undisturbed(
+def test_export_leaves_training_unchanged(
     out: str, rebuilt: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training that exports in its middle ends in the same bits as one that does not: weights,
@@ -465,7 +465,7 @@ def test_undisturbed(
     assert ended[0] == ended[1]
 
 
-def test_export_of_each_kind(tmp_path: Path) -> None:
+def test_export_of_every_kind(tmp_path: Path) -> None:
     """The callback exports a step, the best one and the newest one: after training, and before
     training in a new process."""
     qualities = iter([0.5, 0.1, 0.4])
@@ -617,11 +617,11 @@ def test_model_error_is_a_configuration_error(trained: tuple[Path, keras.Model])
         )
 
 
-# What `ls` says is what `fit` does
+# `ls` and `fit` agree
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_what_is_taken(
+def test_resumed_checkpoint(
     epochs: int, tmp_path: Path, ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`fit` resumes from the checkpoint that `ls` marks for its `epochs`."""
@@ -648,7 +648,7 @@ def test_what_is_taken(
     assert f"checkpoint {expected}: " in done.stdout
 
 
-def test_kept_architecture_is_that_of_the_run(trained: tuple[Path, keras.Model]) -> None:
+def test_stored_architecture_is_read_back(trained: tuple[Path, keras.Model]) -> None:
     """MODEL.json carries a SHA-256 of itself and is read back as it was."""
     files = open_files(trained[0])
     run = runs.newest_name(files)

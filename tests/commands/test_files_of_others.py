@@ -119,7 +119,7 @@ def linked(directory: Path, elsewhere: Path, name: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("place", ["elsewhere", f"runs/{RUN}/kept"])
-def test_linked_checkpoint_is_pruned(place: str, tmp_path: Path, say: Say) -> None:
+def test_pruned_link_to_a_checkpoint(place: str, tmp_path: Path, say: Say) -> None:
     """`prune` keeps the target of a link. A link out of the run stays as well."""
     directory, target = tmp_path / "runs", tmp_path / place
     made.run(directory, *(made.state(step) for step in (4, 8, 12)))
@@ -133,7 +133,7 @@ def test_linked_checkpoint_is_pruned(place: str, tmp_path: Path, say: Say) -> No
 
 
 @pytest.mark.parametrize("place", ["elsewhere", f"runs/{RUN}/kept"])
-def test_linked_checkpoint_is_outdated(place: str, tmp_path: Path) -> None:
+def test_outdated_link_to_a_checkpoint(place: str, tmp_path: Path) -> None:
     """Retention keeps the target of a link. A link out of the run stays as well."""
     directory, target = tmp_path / "runs", tmp_path / place
     made.run(directory, *(made.state(step) for step in (4, 8, 12)))
@@ -242,7 +242,7 @@ def test_training_beside_a_link_out_of_the_run(step: int, what: str, tmp_path: P
     assert moved.exists()
 
 
-def test_run_that_is_a_link(tmp_path: Path, say: Say) -> None:
+def test_linked_run(tmp_path: Path, say: Say) -> None:
     """Old checkpoints of a run that was moved to another disk are deleted completely."""
     made.run(tmp_path / "disk", made.state(4))
     (tmp_path / "runs").mkdir()
@@ -257,7 +257,7 @@ def test_run_that_is_a_link(tmp_path: Path, say: Say) -> None:
     assert sorted(each.name for each in (tmp_path / "disk" / RUN).glob("step-*")) == left[1:]
 
 
-def test_directory_that_is_a_run(tmp_path: Path) -> None:
+def test_run_as_directory(tmp_path: Path) -> None:
     """Links out of a run are not followed either if a command is given the run itself."""
     made.run(tmp_path / "runs", made.state(4))
     (tmp_path / "elsewhere").mkdir()

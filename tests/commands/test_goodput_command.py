@@ -77,7 +77,7 @@ def test_lost_steps(
     assert f"0 to 500 {lost}" in " ".join(first_attempt.split())
 
 
-def test_waits_that_are_not_known(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_waits(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Times of which an unknown part was waiting are reported."""
     at = time.time() - 20
     began = events.Began("b", 0, 1, 2, "host", 1, "Strategy", 9, 500)
@@ -97,7 +97,7 @@ def test_waits_that_are_not_known(directory: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("arguments", [["--run", "run-0002"], ["--run", "run-0003"]])
-def test_nothing_there(
+def test_missing_log(
     arguments: list[str], directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A missing log is reported, with the callback that writes it."""

@@ -107,7 +107,7 @@ def test_many_metrics(tmp_path: Path, say: Say) -> None:
         ),
     ],
 )
-def test_what_is_taken(
+def test_resumed_checkpoint(
     saved: list[Any], expected: dict[str, str], tmp_path: Path, ask: Ask
 ) -> None:
     """The checkpoint that a `fit` would resume from is marked, with the `epochs` of that `fit`."""
@@ -131,7 +131,7 @@ def test_several_runs(directory: str, ask: Ask) -> None:
     assert taken(told) == {}
 
 
-def test_saves_without_end(directory: str, ask: Ask) -> None:
+def test_interrupted_saves(directory: str, ask: Ask) -> None:
     """An interrupted save is distinguished from one that may be in progress."""
     made.run(directory, made.state(4), made.state(8))
     made.cut_off(directory, "step-00000006")
@@ -160,7 +160,7 @@ def test_damaged(harm: str, tmp_path: Path, ask: Ask, say: Say) -> None:
     assert re.search(f"step-00000008 is damaged: .*{reason}", say("ls", tmp_path)[1])
 
 
-def test_nothing_whole_is_taken(tmp_path: Path, ask: Ask) -> None:
+def test_all_damaged(tmp_path: Path, ask: Ask) -> None:
     """If all checkpoints are damaged, a `fit` resumes from none of them: it raises an error."""
     made.run(tmp_path, made.state(4))
     made.HARM["manifest"][0](tmp_path / RUN / "step-00000004")
@@ -244,7 +244,9 @@ def test_show(directory: str, ask: Ask, say: Say) -> None:
         (("--run", "run-0002"), "step-00000012"),
     ],
 )
-def test_which_is_shown(asked: tuple[str, ...], expected: str, tmp_path: Path, ask: Ask) -> None:
+def test_selected_checkpoint(
+    asked: tuple[str, ...], expected: str, tmp_path: Path, ask: Ask
+) -> None:
     """A checkpoint can be selected by step, by name, and in another run."""
     saved = [made.state(4), made.state(8), made.state(8), made.final(8)]
     made.run(tmp_path, *saved)
@@ -270,7 +272,7 @@ def test_show_end(tmp_path: Path, ask: Ask, say: Say) -> None:
         (("step-00000004", "--step", "4"), 2, "Give a name or a step, not both"),
     ],
 )
-def test_what_cannot_be_shown(
+def test_refused_checkpoints(
     asked: tuple[str, ...], code: int, message: str, tmp_path: Path, say: Say
 ) -> None:
     """A missing or damaged checkpoint is an error that lists the existing ones."""
@@ -284,7 +286,7 @@ def test_what_cannot_be_shown(
 # verify
 
 
-def test_verify_whole(directory: str, ask: Ask, say: Say) -> None:
+def test_verify_intact(directory: str, ask: Ask, say: Say) -> None:
     """Intact checkpoints are reported as such; the rest of an interrupted save is not damage."""
     made.run(directory, made.state(4), made.state(8), made.final(8))
     made.cut_off(directory, "step-00000006")
@@ -361,7 +363,7 @@ def test_another_release(tmp_path: Path, ask: Ask) -> None:
 
 @pytest.mark.parametrize("command", LOOKING, ids=" ".join)
 def test_nothing_is_changed(command: tuple[str, ...], tmp_path: Path) -> None:
-    """Commands that only read write and delete nothing, whatever they find."""
+    """Read-only commands write and delete nothing, whatever they find."""
     made.run(tmp_path, *(made.state(step) for step in range(4, 36, 4)), made.final(36))
     for step, (do, _, _) in zip(range(4, 32, 4), made.HARM.values(), strict=True):
         do(tmp_path / RUN / f"step-{step:08d}")
@@ -373,7 +375,7 @@ def test_nothing_is_changed(command: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [*LOOKING, ("export", "x.safetensors")], ids=" ".join)
 @pytest.mark.parametrize("kind", ["missing", "empty", "other", "store"])
-def test_nothing_there(command: tuple[str, ...], kind: str, tmp_path: Path, say: Say) -> None:
+def test_no_run_yet(command: tuple[str, ...], kind: str, tmp_path: Path, say: Say) -> None:
     """A directory without a run has its own exit code, and is not created."""
     place = tmp_path / "runs"
     if kind != "missing":
@@ -462,7 +464,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [*LOOKING, ("prune",), ("export",)], ids=" ".join)
-def test_light(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_imports_are_light(command: tuple[str, ...], tmp_path: Path) -> None:
     """These commands load neither TensorFlow nor Keras, and fsspec only for stores."""
     made.run(tmp_path / "runs", *(made.state(step) for step in (4, 8, 12)))
     out = [str(tmp_path / "out.safetensors")] if command == ("export",) else []
@@ -482,7 +484,7 @@ def test_light(command: tuple[str, ...], tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
-def test_the_command_itself(tmp_path: Path) -> None:
+def test_command_as_a_process(tmp_path: Path) -> None:
     """A process has the exit code, and its table is not cut in a pipe."""
     made.run(tmp_path, made.state(4))
     done = subprocess.run(

@@ -39,7 +39,9 @@ def gone(document: Any) -> dict[str, str]:
         (("--keep-last", "1", "--keep-best", "val_loss", "max", "2"), {8, 16}),
     ],
 )
-def test_what_goes(keep: tuple[str, ...], expected: set[int], directory: str, ask: Ask) -> None:
+def test_deleted_checkpoints(
+    keep: tuple[str, ...], expected: set[int], directory: str, ask: Ask
+) -> None:
     """Step and final checkpoints that no rule keeps are deleted; the rest stays intact."""
     losses = {4: 0.9, 8: 0.1, 12: 0.8, 16: 0.5, 20: 0.6}
     store = made.run(directory, *(made.state(step, loss) for step, loss in losses.items()))
@@ -83,7 +85,7 @@ def test_all_runs(tmp_path: Path, ask: Ask) -> None:
     assert names(tmp_path) == names(tmp_path, "run-0002") == ["step-00000008"]
 
 
-def test_what_may_be_under_way(directory: str, ask: Ask) -> None:
+def test_saves_in_progress(directory: str, ask: Ask) -> None:
     """A save newer than the newest committed checkpoint is left alone, as is everything in a run
     without one."""
     made.run(directory, made.state(4), made.state(8))
@@ -116,7 +118,7 @@ def test_commit_meanwhile(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("harm", [harm for harm in made.HARM if harm != "flipped"])
-def test_damaged_ones(harm: str, tmp_path: Path, ask: Ask) -> None:
+def test_damaged_checkpoints(harm: str, tmp_path: Path, ask: Ask) -> None:
     """A damaged checkpoint does not count as one that is kept. It is deleted only on request, and
     only if a newer one is intact."""
     store = made.run(tmp_path, *(made.state(step) for step in (4, 8, 12, 16)))
@@ -131,7 +133,7 @@ def test_damaged_ones(harm: str, tmp_path: Path, ask: Ask) -> None:
     store.verify("step-00000012")
 
 
-def test_only_damaged_ones(tmp_path: Path, ask: Ask) -> None:
+def test_only_damaged_checkpoints(tmp_path: Path, ask: Ask) -> None:
     """If no checkpoint is intact, nothing is deleted."""
     made.run(tmp_path, made.state(4), made.state(8))
     for step in (4, 8):
@@ -154,7 +156,7 @@ def test_newest_is_verified(tmp_path: Path, say: Say) -> None:
     assert made.contents(tmp_path) == before
 
 
-def test_one_before_the_newest_is_verified(tmp_path: Path, ask: Ask) -> None:
+def test_second_newest_is_verified(tmp_path: Path, ask: Ask) -> None:
     """If a bit has flipped in the checkpoint before the newest, an older one stays in its place; a
     dry run reports the same. The damaged one is deleted only on request."""
     store = made.run(tmp_path, *(made.state(step) for step in (4, 8, 12, 16)))
@@ -171,7 +173,7 @@ def test_one_before_the_newest_is_verified(tmp_path: Path, ask: Ask) -> None:
     assert gone(told) == {"step-00000012": "damaged"}
 
 
-def test_one_before_the_newest_cannot_be_read(
+def test_second_newest_cannot_be_read(
     tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If that one cannot be read, an older one stays, too. Other runs are pruned."""

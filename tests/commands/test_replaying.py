@@ -100,7 +100,7 @@ def test_checkpoint(
     assert (code, told["checkpoint"]) == (0, checkpoint)
 
 
-def test_nothing_there(tmp_path: Path, directory: Path, say: Say) -> None:
+def test_no_incidents(tmp_path: Path, directory: Path, say: Say) -> None:
     code, text = say("replay", tmp_path)
     assert code == 3
     assert "contains no saved batch" in text

@@ -58,7 +58,7 @@ def on_terminal(*arguments: object) -> tuple[int, str, str]:
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_progress(arguments: tuple[str, ...], shown: str, tmp_path: Path) -> None:
-    """Long work shows its progress on standard error, and what it prints is unaffected."""
+    """Long operations show their progress on standard error, without affecting standard output."""
     training = tmp_path / "mnist"
     made.run(training, *(made.state(step) for step in (4, 8, 12)))
     (training / RUN / "log").mkdir()
@@ -111,7 +111,7 @@ def complete(line: str, folder: Path) -> list[str]:
             ["bash", "-c", f"exec 8>&{file.fileno()} 9>/dev/null; exec {' '.join(COMMAND)}"],
             env=environment(
                 {
-                    "_ARGCOMPLETE": "3",  # the words of `python -m keras_distplug` before arguments
+                    "_ARGCOMPLETE": "3",  # `python -m keras_distplug` is three words
                     "_ARGCOMPLETE_IFS": "\n",
                     "COMP_LINE": f"python -m {line}",
                     "COMP_POINT": str(len(f"python -m {line}")),

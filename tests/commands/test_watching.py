@@ -1,4 +1,4 @@
-"""`keras-distplug watch`, and the names of reports: text, exit codes, and what they wait for."""
+"""`keras-distplug watch`, and the names of reports: text, exit codes, and waiting."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def first_attempt(folder: Path) -> float:
-    """Leaves one worker's first attempt, and returns its end."""
+    """Leaves one worker's first attempt, and returns the time of its last entry."""
     fits, _, _ = logged.fits(1, 10)
     entries = [Entry(each.at, each.source, each.event) for each in fits[0].entries]
     put(folder, "0", entries)
@@ -80,13 +80,13 @@ def test_first_screen(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_exit_codes(
     after: float, code: int, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They reflect the state; `--until` waits for one, or for the end."""
+    """Exit codes reflect the state; `--until` waits for a state, or for the end."""
     at(monkeypatch, first_attempt(tmp_path) + after)
     assert main(["watch", str(tmp_path), *options]) == code
 
 
 def test_every_state_has_a_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """And can be waited for."""
+    """Every state has an exit code, and can be waited for."""
     assert set(watch.CODES) == set(State)
     with pytest.raises(SystemExit):
         main(["watch", "--help"])
@@ -98,7 +98,7 @@ def test_every_state_has_a_code(capsys: pytest.CaptureFixture[str]) -> None:
 def test_changes_of_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a file, every state is printed once, with what is known then."""
+    """In a file, every state is printed once, with the facts known at that time."""
     times = iter([first_attempt(tmp_path) + after for after in (1, 2, 16, 17, 61)])
     clock = SimpleNamespace(
         time=lambda: next(times), monotonic=time.monotonic, sleep=lambda secs: None
@@ -111,17 +111,18 @@ def test_changes_of_the_state(
 
 
 def test_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is an error, unless there is a time limit to wait for it."""
+    """A missing log is an error, unless a time limit to wait for it is given."""
     assert main(["watch", str(tmp_path)]) == NOTHING_THERE
     assert main(["watch", str(tmp_path), "--timeout", "0.2", "--interval", "0.1"]) == NOTHING_THERE
     assert "○ UNKNOWN  there is no log in" in capsys.readouterr().out
     assert main(["watch", str(tmp_path), "--interval", "0"]) == 2
 
 
-def test_storage_that_fails_for_a_while(
+def test_temporary_storage_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command goes on with what it knows; it ends with an error if it knows nothing."""
+    """The command continues with the entries that it has read; it ends with an error if it has read
+    none."""
     times = iter([first_attempt(tmp_path) + after for after in (1, 2, 13, 61)])
     clock = SimpleNamespace(
         time=lambda: next(times), monotonic=time.monotonic, sleep=lambda secs: None
@@ -151,8 +152,8 @@ def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(document["incidents"]) == 3
 
 
-def test_what_a_run_says_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Terminals do not obey it."""
+def test_texts_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Control characters in a run's texts do not reach the terminal."""
     fits, _, _ = logged.fits(1, 10)
     from keras_distplug.core.events import Raised
 
@@ -171,7 +172,7 @@ def test_what_a_run_says_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_name_of_a_report(
     options: list[str], name: str, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of the training."""
+    """A report is named after the training, and after the run if one is selected."""
     (runs / "out").mkdir()
     monkeypatch.chdir(runs / "out")
     assert main(["report", str(runs), *options]) == 0
@@ -181,7 +182,7 @@ def test_name_of_a_report(
 
 
 def test_report_to_standard_output(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page alone."""
+    """With `-o -`, only the page is printed."""
     assert main(["report", str(runs), "-o", "-"]) == 0
     page = capsys.readouterr().out
     assert page.startswith("<!doctype html>")

@@ -1,4 +1,4 @@
-"""The published tables are those that the last run of all rows has written."""
+"""The published tables are those written by the last run of all rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_all_rows_are_in_the_table() -> None:
             assert list(row) == list(COLUMNS), f"{family}: {name}"
 
 
-def test_the_table_says_what_passes() -> None:
+def test_table_matches_the_rows() -> None:
     """Errors are within the limit of the row; rows are refused if the row says so."""
     for family, rows in results().items():
         for name, row in rows.items():

@@ -83,7 +83,7 @@ def fit_and_evaluate(data: Callable[[], Any] = cases.batches) -> Use:
 
 
 def of_own_arrays(use: Use) -> Use:
-    """Returns a use that also checks that the arrays underlying the data are unchanged."""
+    """Returns a use that also checks that the arrays underlying the data stay unchanged."""
     return lambda model: {**use(model), "x": X.copy(), "y": Y.copy()}
 
 

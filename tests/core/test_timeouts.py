@@ -11,7 +11,7 @@ from keras_distplug.core.timeouts import COLLECTIVE, HEARTBEAT, Timeouts
 @pytest.mark.parametrize(
     "timeouts", [Timeouts(), Timeouts(1.0), Timeouts(None, 90.5), Timeouts(3.0, 60.0)]
 )
-def test_through_the_environment(timeouts: Timeouts) -> None:
+def test_environment_round_trip(timeouts: Timeouts) -> None:
     """The environment returns the timeouts put into it, and nothing else."""
     assert Timeouts.from_env(timeouts.to_env()) == timeouts
     assert len(timeouts.to_env()) == 2 - [timeouts.heartbeat_secs, timeouts.collective_secs].count(

@@ -132,7 +132,7 @@ def with_counter(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda i: i != count % 3).map(counted)
 
 
-# Their functions change variables, so that a pass depends on what was read before.
+# Their functions change variables, so that a pass depends on earlier reads.
 CHANGING: dict[str, Callable[[], tf.data.Dataset]] = {
     "layers": lambda: with_layers(numbers()).batch(BATCH),
     "shuffle, layers": lambda: with_layers(shuffled()).batch(BATCH).prefetch(2),

@@ -214,7 +214,7 @@ def untuned(dataset: tf.data.Dataset, inject: bool = True) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def test_lacks_prefetch() -> None:
+def test_missing_prefetch() -> None:
     """Only if TensorFlow adds no prefetch, the user has not disabled it, and functions keep no
     state."""
     batches = D.range(9).map(lambda i: i).batch(2)

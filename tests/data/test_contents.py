@@ -135,7 +135,8 @@ def test_arrays_that_cannot_be_read() -> None:
 
 
 def test_files_in_another_folder() -> None:
-    """A node unpacks data where it has space; names and number of the files count."""
+    """Nodes may unpack data in different folders: only the names and the number of the files
+    count."""
 
     def of(folder: str, *names: str) -> Any:
         files = tf.data.Dataset.from_tensor_slices([f"{folder}/{name}" for name in names])

@@ -314,7 +314,7 @@ def test_unsavable_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text.count("Collecting: `seen` (list) changes while batches are made") == 1
 
 
-def test_array_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An array that changes and is too large to save is reported once; others are not."""
     announced: list[str] = []
     monkeypatch.setattr(python_sources, "announce", announced.append)

@@ -28,7 +28,7 @@ def no_dispatch() -> Iterator[None]:
     trainer.remove_dispatch()
 
 
-class Seen(keras.callbacks.Callback):
+class Recorder(keras.callbacks.Callback):
     """Records the samples and position of every step; can start a `fit` at such a position."""
 
     def __init__(self, given: InputAdapter, place: tuple[int, int] | None = None) -> None:
@@ -73,8 +73,8 @@ def fit(
     given: Any,
     place: tuple[int, int] | None = None,
     **more: Any,
-) -> Seen:
-    seen = Seen(given, place)
+) -> Recorder:
+    seen = Recorder(given, place)
     summing(strategy).fit(given, callbacks=[seen], verbose=0, **more)
     return seen
 
@@ -91,7 +91,7 @@ def given(kind: str) -> Any:
 @pytest.mark.filterwarnings("ignore:A resumed run:UserWarning")
 @pytest.mark.parametrize("kind", ["tf.data", "arrays", "PyDataset", "generator"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_fit_reads_it_by_the_models_strategy(kind: str, replicas: int) -> None:
+def test_fit_uses_the_models_strategy(kind: str, replicas: int) -> None:
     """A plain `fit` outside of any scope splits the batches over the replicas of its model, and can
     start at any batch of an epoch."""
     strategy = tf.distribute.get_strategy()
@@ -107,7 +107,7 @@ def test_fit_reads_it_by_the_models_strategy(kind: str, replicas: int) -> None:
         assert resumed.sums == rest
 
 
-def test_distributed_fit_reads_the_same() -> None:
+def test_distributed_fit_reads_the_same_batches() -> None:
     """`feed` and `resumable` give the same batches for the same seed."""
     model = small.model()
     for name in ("arrays", "tf.data", "PyDataset"):
@@ -122,7 +122,7 @@ def test_distributed_fit_reads_the_same() -> None:
             assert len(batches[0]) == small.BATCHES
 
 
-def test_of_one_seed_and_another() -> None:
+def test_orders_depend_on_the_seed() -> None:
     """The orders of arrays, and of a shuffle without a seed, depend on the seed."""
 
     def order(given: Any) -> list[int]:
@@ -144,7 +144,7 @@ def test_description_of_seeds() -> None:
     assert fed.description == "tf.data, shuffle without a seed seeded by the run"
 
 
-def test_warns_once_of_everything() -> None:
+def test_one_warning_lists_everything() -> None:
     """One warning lists all irreproducible parts."""
     dataset = tf.data.Dataset.range(8).map(lambda i: (i, tf.random.uniform([])))
     with pytest.warns(
@@ -155,7 +155,7 @@ def test_warns_once_of_everything() -> None:
     assert warning.filename == __file__
 
 
-def test_warns_of_epoch_hooks(caplog: pytest.LogCaptureFixture) -> None:
+def test_epoch_hooks_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Changes that a `PyDataset` makes outside itself between epochs cannot be restored."""
 
     class Shuffling(small.Batches):

@@ -1,4 +1,5 @@
-"""The batches of a source do not depend on who reads it, how often, or from which position."""
+"""The batches of a source do not depend on its reader, on the number of reads, or on the position
+from which it is read."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from keras_distplug.core.errors import DataError  # noqa: E402
 from keras_distplug.data import python_sources, sources  # noqa: E402
 from keras_distplug.data.position import Positioned  # noqa: E402
 
-ENDLESS = 25  # batches that are inspected if there is no end
+ENDLESS = 25  # number of batches that are inspected if the data is endless
 STRATEGIES = {
     "one device": tf.distribute.get_strategy,
     "two replicas": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
@@ -64,7 +65,7 @@ def a_pass(data: Positioned, strategy: tf.distribute.Strategy, most: int = ENDLE
 @pytest.mark.parametrize("name", inputs.SOURCES)
 def test_continues_as_if_uninterrupted(name: str) -> None:
     """From any batch of any pass on, this pass and later ones are those of a run that was never
-    interrupted, whatever was read before."""
+    interrupted, regardless of earlier reads."""
     strategy = tf.distribute.get_strategy()
     whole = positioned(name, strategy)
     expected = [a_pass(whole, strategy) for _ in range(4)]
@@ -172,7 +173,7 @@ def test_orders_are_those_of_tf_data(name: str) -> None:
         assert ids == inputs.ids(plain, ENDLESS)
 
 
-def test_a_wrong_place_is_noticed() -> None:
+def test_wrong_position_is_detected() -> None:
     """Control: these tests fail if a position is off by one batch, or one pass."""
     strategy = tf.distribute.get_strategy()
     for name in inputs.SHUFFLED:
@@ -184,7 +185,7 @@ def test_a_wrong_place_is_noticed() -> None:
             assert a_pass(data, strategy) != expected[1][2:], name
 
 
-def test_a_dataset_read_before() -> None:
+def test_dataset_read_before_fit() -> None:
     """A dataset that was trained on in this process continues with later orders, as in tf.data."""
     strategy = tf.distribute.get_strategy()
     dataset = inputs.SOURCES["shuffle"]().whole
@@ -234,7 +235,7 @@ def test_beyond_the_end() -> None:
 
 
 def test_fingerprints_of_two_processes() -> None:
-    """The same script has the same fingerprint, whatever its strategy and its process."""
+    """The same script has the same fingerprint under any strategy and in any process."""
     code = (
         "import json; from data import inputs;"
         "print('FOUND' + json.dumps({n: m().fingerprint() for n, m in inputs.SOURCES.items()}))"
@@ -304,8 +305,8 @@ class Counted(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_py_dataset_is_not_read_again(workers: int) -> None:
-    """The batches before the position where it continues are not requested."""
+def test_skipped_batches_are_not_requested(workers: int) -> None:
+    """Batches before the position from which it continues are not requested."""
     given = Counted(workers=workers)
     data = Positioned(python_sources.PyData(given, shuffle=False, seed=0))
     given.asked.clear()
@@ -315,7 +316,7 @@ def test_a_py_dataset_is_not_read_again(workers: int) -> None:
 
 
 def test_workers_end_with_their_iterator() -> None:
-    """Python workers of an iterator that is not read to its end stop when it is deleted."""
+    """Python workers of an iterator that is not read completely stop when it is deleted."""
     data = Positioned(python_sources.PyData(Counted(workers=2), shuffle=True, seed=0))
     batches = iter(data)
     next(batches)
@@ -401,13 +402,13 @@ def test_orders_of_workers(make: Callable[[], Any]) -> None:
     ids=["arrays", "tf.data"],
 )
 def test_shares_of_workers(make: Callable[[], Any]) -> None:
-    """If there is no order to draw, workers share the batches."""
+    """If no order is drawn, workers share the batches."""
     source = make()
     first, second = (read_by_worker(source, n, n, 0, batches=3) for n in (0, 1))
     np.testing.assert_array_equal(np.sort(np.concatenate(first + second).ravel()), NUMBERS)
 
 
-def test_a_split_by_a_fixed_order_stays_one() -> None:
+def test_fixed_split_stays_fixed() -> None:
     """A shuffle that the user has fixed, such as that of a split by `take`, is fixed on workers."""
     fixed = numbers().shuffle(24, 1, False).take(8)
     expected = {int(number) for (number,) in fixed}

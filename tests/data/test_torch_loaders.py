@@ -199,7 +199,7 @@ def backup(folder: Path) -> keras.callbacks.Callback:
 @pytest.mark.parametrize("name", [*LOADERS, *VALIDATED, *STEPS])
 def test_interrupted(name: str, tmp_path: Path) -> None:
     """Uninterrupted, it trains like plain Keras; also if interrupted in an epoch, after its last
-    batch or between epochs, and resumed. There are no warnings."""
+    batch or between epochs, and resumed. No warnings appear."""
     plain = fit(name)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot", category=UserWarning)

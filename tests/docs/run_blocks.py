@@ -1,9 +1,9 @@
-"""Runs the Python of pages and docstrings, each from its first block to its last, in one process.
+"""Runs the Python blocks of pages and docstrings in their order, all in one process.
 
     python run_blocks.py PAGES.json RESULTS.json
 
 PAGES.json lists `{"name", "blocks": [{"line", "code"}]}`. The examples of public docstrings are
-found here, since that takes TensorFlow. RESULTS.json says of each name what went wrong, or null.
+found here, since that takes TensorFlow. RESULTS.json has the error of every name, or null.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import keras_distplug as kd
 
 _EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
-# What an example takes for granted: a compiled model, data, and such.
+# Definitions that examples assume: a compiled model, data, and the like.
 GIVEN = """
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ def make_dataset():
 x, y = np.ones((16, 4), "float32"), np.ones((16, 2), "float32")
 model, ds = build_model(), make_dataset()
 """
-# Beside that, what one of them does.
+# Additional definitions for a single example.
 GIVEN_TO = {
     "BackupAndRestore": "_fit = model.fit\n"
     "model.fit = lambda *args, **kw: _fit(*args, validation_split=0.5, **kw)\n",
@@ -68,7 +68,7 @@ model.fit(x, y, callbacks=[callback], verbose=0)
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """Names and docstrings of what is public."""
+    """Returns the names and docstrings of all public objects."""
     yield "keras_distplug", kd.__doc__ or ""
     for name in kd.__all__:
         found = getattr(kd, name)
@@ -82,7 +82,8 @@ def examples() -> Iterator[tuple[str, str]]:
 
 
 def run(name: str, blocks: Sequence[dict[str, Any]]) -> str | None:
-    """What goes wrong; in a folder of its own, with its own names and random numbers."""
+    """Returns the traceback of an error, if any; runs in a separate folder, with its own names and
+    random numbers."""
     environment = dict(os.environ)
     here: dict[str, Any] = {"__name__": "__main__"}
     # A tracker that was slow to start may still write there.
@@ -91,10 +92,10 @@ def run(name: str, blocks: Sequence[dict[str, Any]]) -> str | None:
         os.chdir(folder)
         try:
             for block in blocks:
-                # The line of the page is that of the traceback.
+                # Tracebacks show the line of the page.
                 code = "\n" * (block["line"] - 1) + block["code"]
                 exec(compile(code, name, "exec"), here)
-        except BaseException:  # noqa: BLE001 (whatever it is, it is told)
+        except BaseException:  # noqa: BLE001 (any error is reported)
             return traceback.format_exc()
         finally:
             os.chdir(before)
@@ -107,7 +108,7 @@ def run(name: str, blocks: Sequence[dict[str, Any]]) -> str | None:
 
 
 def main(given: Path, told: Path) -> None:
-    # For pages that show several replicas; possible before the first tensor only.
+    # For pages that show several replicas; only possible before the first tensor.
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     np.set_printoptions(threshold=20)
@@ -119,9 +120,9 @@ def main(given: Path, told: Path) -> None:
         jobs.append((f"kd.{name}", blocks if code else []))
     results = {}
     for name, blocks in jobs:
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         results[name] = {"blocks": len(blocks), "error": run(name, blocks) if blocks else None}
-        print(f"{name}: {time.monotonic() - begun_s:.1f} s", flush=True)
+        print(f"{name}: {time.monotonic() - started_s:.1f} s", flush=True)
     told.write_text(json.dumps(results))
 
 

@@ -1,4 +1,4 @@
-"""What the documentation shows runs, and what it names is there."""
+"""The documentation's code runs, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _BLOCK = re.compile(
 )
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 TRACKERS = {"MlflowTracker": "mlflow", "WandbTracker": "wandb"}
-_OTHER_CODES = {"0", "1", "2", "3", "124", "127"}  # of commands, beside `ExitCode`
+_OTHER_CODES = {"0", "1", "2", "3", "124", "127"}  # of commands, in addition to `ExitCode`
 
 
-# A page whose second block fails, in its line 6.
+# A page whose second block fails, in line 6 of the page.
 WRONG = "<!-- hidden\nzero = 0\n-->\n\n```python\n1 / zero\n```\n"
 
 
 def blocks(text: str) -> list[dict[str, Any]]:
-    """The Python of a page that is run: what is shown, and what stands in comments."""
+    """Returns the Python blocks of a page that are run: shown ones and those in comments."""
     return [
         {
             "line": text.count("\n", 0, found.start("hidden" if found["hidden"] else "shown")) + 1,
@@ -63,7 +63,8 @@ def blocks(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of each page and docstring: all in one process, as TensorFlow takes its time."""
+    """Returns the outcome of every page and docstring, all run in one process, as TensorFlow starts
+    slowly."""
     folder = tmp_path_factory.mktemp("docs")
     pages = [
         {"name": name, "blocks": blocks(path.read_text())}
@@ -101,7 +102,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_run(results: dict[str, Any], name: str) -> None:
-    """The Python of each page runs, from its beginning to its end."""
+    """All Python blocks of a page run, in their order."""
     assert results[name]["error"] is None, results[name]["error"]
 
 
@@ -109,7 +110,7 @@ def test_pages_run(results: dict[str, Any], name: str) -> None:
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_examples_run(results: dict[str, Any], name: str) -> None:
-    """Everything public has an example, which runs; and so do those of its methods."""
+    """Every public name has an example that runs; so do its methods' examples."""
     if name in TRACKERS and not is_installed(TRACKERS[name]):
         missing(TRACKERS[name], "Run pip install '.[test-trackers]'.")
     assert results[f"kd.{name}"]["blocks"]
@@ -120,7 +121,7 @@ def test_examples_run(results: dict[str, Any], name: str) -> None:
 @pytest.mark.stores
 @pytest.mark.timeout(1300)
 def test_control(results: dict[str, Any]) -> None:
-    """What is wrong on a page is told, with its line."""
+    """An error on a page is reported, with its line."""
     error = results["control"]["error"]
     assert "ZeroDivisionError" in error
     assert 'File "control", line 6' in error
@@ -129,13 +130,13 @@ def test_control(results: dict[str, Any]) -> None:
 @pytest.mark.stores
 @pytest.mark.timeout(1300)
 def test_example_of_the_package(results: dict[str, Any]) -> None:
-    """That of `help(keras_distplug)`."""
+    """The example in `help(keras_distplug)` runs."""
     assert results["kd.keras_distplug"] == {"blocks": 2, "error": None}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
-def test_no_python_is_missed(path: Path) -> None:
-    """Each block of Python is one that runs, or says why it does not."""
+def test_every_block_runs_or_says_why_not(path: Path) -> None:
+    """Every Python block either runs or states why it does not."""
     text = path.read_text()
     found = [match for match in _BLOCK.finditer(text) if match["hidden"] is None]
     assert len(found) == len(re.findall(r"^\s*(?:```|~~~)\s*py", text, re.MULTILINE))
@@ -143,8 +144,8 @@ def test_no_python_is_missed(path: Path) -> None:
     assert text.count("<!-- not run") == len([each for each in found if each["not_run"]])
 
 
-def test_few_are_not_run() -> None:
-    """Blocks that need what a test has not are exceptions."""
+def test_few_blocks_are_not_run() -> None:
+    """Only a few blocks are not run, because they need something that tests lack."""
     texts = [path.read_text() for path in PAGES]
     assert sum(text.count("<!-- not run") for text in texts) <= 2
     assert sum(len(blocks(text)) for text in texts) > 20
@@ -160,7 +161,7 @@ def _commands() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "line"), list(_commands()))
 def test_commands_exist(name: str, line: str) -> None:
-    """The options of each command that is shown are options that it has."""
+    """Commands that are shown have only existing options."""
     arguments = shlex.split(line, comments=True)[1:]
     if "--" in arguments:
         arguments = arguments[: arguments.index("--")]
@@ -179,7 +180,7 @@ def _anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_links(path: Path) -> None:
-    """A link leads to a page, and to a heading of it, that are there."""
+    """Links lead to existing pages and headings."""
     text = _FENCED.sub("", path.read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("https://"):
@@ -192,20 +193,20 @@ def test_links(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_files(path: Path) -> None:
-    """Files of the project that a page names are there."""
+    """Files of the project that a page names exist."""
     folders = "examples|tests|benchmarks|keras_distplug|docs"
     for name in re.findall(rf"(?:`|python )((?:{folders})/[\w./-]+)", path.read_text()):
         assert (ROOT / name).exists(), name
 
 
-def test_all_that_is_public_is_in_the_reference() -> None:
-    """The page api.md has each name, and no other one."""
+def test_reference_is_complete() -> None:
+    """The page api.md has every public name, and no other one."""
     text = (ROOT / "docs" / "api.md").read_text()
     named = re.findall(r"^::: keras_distplug\.(\w+)$", text, re.MULTILINE)
     assert sorted(named) == sorted([*PUBLIC, "errors"])
 
 
-# The page about what went wrong
+# The page about problems
 
 
 @cache
@@ -213,8 +214,8 @@ def _troubleshooting() -> str:
     return (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
-def test_each_error_is_explained() -> None:
-    """Each class of error has a heading of its own."""
+def test_every_error_is_explained() -> None:
+    """Every error class has its own heading."""
     classes = [
         name
         for name, value in vars(errors).items()
@@ -224,8 +225,8 @@ def test_each_error_is_explained() -> None:
     assert sorted(headings) == sorted(classes)
 
 
-def test_each_exit_code_is_explained() -> None:
-    """The table has each code that a process or a command ends with."""
+def test_every_exit_code_is_explained() -> None:
+    """The table has every exit code of a process or a command."""
     codes = re.findall(r"^\| (\d+) \|", _troubleshooting(), re.MULTILINE)
     assert set(codes) == {str(int(code)) for code in ExitCode} | _OTHER_CODES
     assert len(codes) == len(set(codes))
@@ -233,7 +234,7 @@ def test_each_exit_code_is_explained() -> None:
 
 @cache
 def _texts() -> str:
-    """All texts of the package, with `…` for what is filled in."""
+    """Returns all strings of the package, with `…` for inserted values."""
     found = []
     for path in Path(keras_distplug.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -249,8 +250,8 @@ def _texts() -> str:
     return "\n".join(found)
 
 
-def test_messages_are_those_of_the_package() -> None:
-    """Each message that is explained is one that the package has."""
+def test_explained_messages_exist() -> None:
+    """Every message that is explained exists in the package."""
     messages = re.findall(r"^> (.+)$", _troubleshooting(), re.MULTILINE)
     assert len(messages) > 25
     assert not [each for each in messages if each not in _texts()]
@@ -260,7 +261,7 @@ def test_messages_are_those_of_the_package() -> None:
 
 
 class _SmallFiles(LocalFiles):
-    """Of which a checkpoint takes many."""
+    """Files so small that a checkpoint needs many of them."""
 
     @property
     def traits(self) -> Traits:
@@ -268,7 +269,7 @@ class _SmallFiles(LocalFiles):
 
 
 def test_reader_of_the_page(tmp_path: Path) -> None:
-    """What the page shows reads variables that are spread over several shards, of any type."""
+    """The page's code reads variables of any type, distributed over several shards."""
     values = np.random.default_rng(0).normal(size=(7, 11))
     arrays = {
         "model/a": values.astype("float32"),
@@ -292,9 +293,9 @@ def test_reader_of_the_page(tmp_path: Path) -> None:
 # The site
 
 
-@pytest.mark.ci  # needs a package that `[test]` does not bring
+@pytest.mark.ci  # needs a package that `[test]` does not install
 def test_strict_build(tmp_path: Path) -> None:
-    """It is built without a warning: links, anchors, docstrings."""
+    """The site is built without warnings about links, anchors and docstrings."""
     if not all(map(importlib.util.find_spec, ("mkdocs", "mkdocstrings_handlers"))):
         missing("mkdocs, with mkdocstrings,", "Run pip install '.[docs]'.")
     done = subprocess.run(

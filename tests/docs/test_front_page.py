@@ -1,4 +1,5 @@
-"""The first screen of README.md and the site: its script, killed and started again, prints that."""
+"""The first screen of README.md and of the site: its script, killed and restarted, prints the lines
+that it shows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from support.cluster import ROOT, environment
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
 
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
-# How long it takes, and where a kill meets it.
+# These depend on the duration, and on where the kill happens.
 VARIABLE = [
     (r"\S*runs/digits", "runs/digits"),
     (r"- \d+s - \d+[mu]?s/step", "- TIME"),
@@ -78,7 +79,7 @@ def losses(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^Epoch (\d+)/20\n.* loss: (\S+)$", printed, re.MULTILINE))
 
 
-def test_what_it_prints(tmp_path: Path) -> None:
+def test_printed_lines(tmp_path: Path) -> None:
     """Both starts print what the page shows, with the losses of a run that nothing interrupts."""
     runs = [tmp_path / "interrupted", tmp_path / "whole"]
     for folder in runs:

@@ -20,7 +20,7 @@ _REFERENCE = re.compile(
 
 
 def _public() -> Iterator[tuple[str, Any, list[str] | None]]:
-    """Every name in the reference, what it stands for, and the methods that are shown with it."""
+    """Returns every name in the reference, its object, and the methods that are shown with it."""
     for name, options in _REFERENCE.findall((ROOT / "docs" / "api.md").read_text()):
         module, _, attribute = name.rpartition(".")
         if (found := getattr(importlib.import_module(module), attribute)) and callable(found):
@@ -29,7 +29,7 @@ def _public() -> Iterator[tuple[str, Any, list[str] | None]]:
 
 
 def _callables() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public functions and classes, and the methods that the reference shows."""
+    """Returns public functions and classes, and the methods that the reference shows."""
     for name, found, members in _public():
         yield name, found
         for attribute, method in vars(found).items() if inspect.isclass(found) else ():
@@ -43,7 +43,7 @@ CALLABLES = dict(_callables())
 
 
 def sections(text: str) -> dict[str, str]:
-    """The text of every section of a docstring in Google style; the purpose is under ""."""
+    """Returns the text of every section of a docstring in Google style; the purpose is under ""."""
     found: dict[str, list[str]] = {"": []}
     current = ""
     for line in inspect.cleandoc(text).splitlines():
@@ -66,7 +66,7 @@ def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def problems(found: Callable[..., Any]) -> list[str]:
-    """What the docstring lacks."""
+    """Returns the parts that a docstring lacks."""
     text = inspect.getdoc(found)
     if not text:
         return ["there is no docstring"]
@@ -90,7 +90,7 @@ def test_complete(name: str) -> None:
     assert not problems(CALLABLES[name])
 
 
-def test_what_is_incomplete() -> None:
+def test_incomplete() -> None:
     """An undescribed argument and a missing purpose are found."""
 
     def good(value: int) -> None:

@@ -35,7 +35,7 @@ pytestmark = [
 
 PAGE = ROOT / "docs" / "tutorial.md"
 STEP_TIMEOUT_S = 120  # several times what the slowest step takes on a busy machine
-HOME = "~/tutorial"  # how the page calls its working folder
+HOME = "~/tutorial"  # the page's name for its working folder
 
 # Parts of a line that differ between executions, and their placeholders.
 VARIABLE = (
@@ -46,7 +46,7 @@ VARIABLE = (
         r"(\(attempt 2)(?:; [^()]*(?:\blost\b|\bends at step\b)[^()]*)?\)",
         r"\1)",
     ),  # depends on when it was killed
-    # the checkpoint before the last one: a busy machine leaves some out
+    # the checkpoint before the last one: a busy machine skips some
     (r"^step-\d+ +committed +\d+ +\d+ +0\b(?!.*epochs)", "step-<n>  committed  <n>  <n>  0"),
     (r"\b\d+\.\d s\b", "<time>"),
     (r"^\[distplug \d\d:\d\d:\d\dZ\]", "[distplug <time>]"),
@@ -150,7 +150,7 @@ SERVERS: dict[str, tuple[str, Callable[[Watched], None]]] = {
 
 
 def run(commands: Block, env: Mapping[str, str], folder: Path) -> str:
-    """Runs a block of commands in bash, and returns what it prints."""
+    """Runs a block of commands in bash, and returns its output."""
     text = commands.text.strip()
     option, served = SERVERS.get(text, ("", None))
     shell = Watched(["bash", "-c", f"{text} {option}".strip()], env, folder)
@@ -196,8 +196,8 @@ def placeholders(line: str) -> str:
 
 
 def normalised(text: str) -> dict[str, list[str]]:
-    """Lines with placeholders, separately for the supervisor, each worker and everything else,
-    because processes print concurrently."""
+    """Returns lines with placeholders, separately for the supervisor, every worker and everything
+    else, because processes print concurrently."""
     streams: dict[str, list[str]] = {}
     for line in text.splitlines():
         prefix = re.match(r"\[[\w-]+\] |", line)

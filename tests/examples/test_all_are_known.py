@@ -19,8 +19,7 @@ NAMES = [str(path.relative_to(EXAMPLES)) for path in FILES]
 
 
 def texts_in(source: str) -> set[str]:
-    """Returns the string literals of Python code, each as a whole, without comments and
-    docstrings."""
+    """Returns the string literals of Python code as a whole, without comments and docstrings."""
     nodes = ast.walk(ast.parse(source))
     return {
         node.value
@@ -47,7 +46,7 @@ def forgotten(names: Iterable[str], known: frozenset[str]) -> list[str]:
     return [name for name in names if Path(name).name not in known]
 
 
-def test_each_is_run() -> None:
+def test_every_example_is_run() -> None:
     """A test, or CI itself, runs every file of examples/."""
     assert len(NAMES) >= 10
     assert forgotten(NAMES, named_by_tests()) == [], "no test names them: see tests/examples"
@@ -60,7 +59,7 @@ def test_control() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_is_in_the_documentation(name: str) -> None:
+def test_every_example_is_documented(name: str) -> None:
     """The page of examples names it, with its command."""
     page = (ROOT / "docs" / "examples.md").read_text()
     assert f"`examples/{name}`" in page

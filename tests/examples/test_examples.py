@@ -1,4 +1,4 @@
-"""Examples run as a user would start them, and do what they promise."""
+"""Examples run as a user would start them, and keep their promises."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool)
         assert (x.min(), x.max()) == (0.0, 1.0)
 
 
-def test_where_keras_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_location_of_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The location is that of `keras.datasets.mnist`, also in the user's home folder."""
     monkeypatch.delenv("KERAS_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

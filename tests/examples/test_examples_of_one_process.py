@@ -1,4 +1,4 @@
-"""Every example runs as its reader would run it, and shows what it promises."""
+"""Every example runs as its reader would run it, and keeps its promises."""
 
 from __future__ import annotations
 
@@ -70,20 +70,21 @@ def watched(env: dict[str, str], tmp_path: Path) -> Iterator[list[Watched]]:
 
 
 def test_plain_fit(env: dict[str, str], tmp_path: Path, watched: list[Watched]) -> None:
-    """After a kill, it continues after its last epoch and learns; when finished, it says so."""
+    """After a kill, training continues after the last completed epoch, and the model learns; a
+    finished run is reported as such."""
     killed = Watched(command("plain_fit.py", "--epochs", "100000"), env, tmp_path)
     watched.append(killed)
     killed.wait_for("Epoch 5/100000", TIMEOUT_S)
     killed.kill()
-    begun = epochs_in(killed.output)[-1]
+    last_epoch = epochs_in(killed.output)[-1]
 
-    more = ("--epochs", str(begun + 5))
+    more = ("--epochs", str(last_epoch + 5))
     printed = run(env, tmp_path, "plain_fit.py", *more)
-    at = re.search(rf"resuming at epoch (\d+)/{begun + 5},", printed)
+    at = re.search(rf"resuming at epoch (\d+)/{last_epoch + 5},", printed)
     assert at is not None, printed
-    assert 1 <= int(at[1]) <= begun + 1
-    assert epochs_in(printed) == list(range(int(at[1]), begun + 6))
-    assert f"after {begun + 5} epochs" in printed
+    assert 1 <= int(at[1]) <= last_epoch + 1
+    assert epochs_in(printed) == list(range(int(at[1]), last_epoch + 6))
+    assert f"after {last_epoch + 5} epochs" in printed
     assert accuracy(printed) > GOOD
 
     again = run(env, tmp_path, "plain_fit.py", *more)
@@ -133,7 +134,8 @@ def test_gradient_norms(env: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_mixed_precision(env: dict[str, str], tmp_path: Path) -> None:
-    """An update skipped because of the scale is not reported as a fault; a damaged picture is."""
+    """An update that is skipped because of the loss scale is not reported as a fault; a damaged
+    picture is."""
     printed = run(env, tmp_path, "mixed_precision.py")
     counts = re.search(r"(\d+) batches, (\d+) updates, (\d+) faults", printed)
     assert counts is not None, printed
@@ -175,7 +177,7 @@ def s3_of(place: Place) -> Any:
 
 @pytest.mark.stores
 def test_local_s3(env: dict[str, str], tmp_path: Path) -> None:
-    """Without a store, it starts one."""
+    """Without a store, the example starts one."""
     if not all(map(importlib.util.find_spec, ("moto", "flask", "s3fs"))):
         missing("s3fs, or moto's server,", HOW)
     printed = run(env, tmp_path, "checkpoints_in_s3.py")

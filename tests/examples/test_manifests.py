@@ -86,7 +86,7 @@ def test_invalid(harm: Callable[[dict[str, Resource]], Resource]) -> None:
 
 
 def test_jobset() -> None:
-    """Its pods find each other, and their grace period exceeds that of the script."""
+    """The JobSet's pods find each other, and their grace period is longer than the script's."""
     found = resources()["JobSet"]
     [replicated] = found["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -106,7 +106,8 @@ def test_jobset() -> None:
 
 
 def test_trainjob() -> None:
-    """The same for a TrainJob, whose runtime knows neither its name nor its number of nodes."""
+    """The same holds for a TrainJob, whose runtime knows neither its name nor its number of
+    nodes."""
     found = resources()
     runtime, job = found["ClusterTrainingRuntime"], found["TrainJob"]
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]

@@ -247,7 +247,7 @@ def numbers() -> Iterator[np.ndarray]:
         ),
     ],
 )
-def test_dataset_that_cannot_be_carried_over(dataset: Callable[[], tf.data.Dataset]) -> None:
+def test_dataset_that_cannot_be_moved(dataset: Callable[[], tf.data.Dataset]) -> None:
     """The error for a dataset of Python code, made too early, names both remedies."""
     with pytest.raises(DataError, match=r"calls Python code") as raised:
         carry.pack({"x": dataset()})

@@ -197,7 +197,7 @@ def test_validation(tmp_path: Path) -> None:
         assert train(backup(directory)) == plain, place
 
 
-def test_a_step_that_fails_first(tmp_path: Path) -> None:
+def test_failed_first_step(tmp_path: Path) -> None:
     """A `fit` that failed while its first step was traced leaves nothing on the model."""
     keras.utils.set_random_seed(5)
     model = WithCompiledMetrics()

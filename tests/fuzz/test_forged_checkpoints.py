@@ -107,7 +107,7 @@ def read_all(body: Any, shard: bytes = SHARD) -> None:
     assert all(path.startswith(f"{RUN}/{name}/") and ".." not in path for path in files.paths)
 
 
-def test_right() -> None:
+def test_valid() -> None:
     """The original of the mutations below is readable."""
     Manifest.from_json(text_of(BODY), "here")
     read_all(BODY)

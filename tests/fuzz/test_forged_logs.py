@@ -55,7 +55,7 @@ def test_any_line(line: bytes) -> None:
         ("of_tomorrow", {"a": 1}),
     ],
 )
-def test_of_a_later_release(field: str, value: Any) -> None:
+def test_later_release(field: str, value: Any) -> None:
     """Additions of a later release are ignored, and the rest is read."""
     [line] = said(OF_WORKER[2:3], "worker-0")
     entry = from_line(json.dumps(line | {field: value}).encode())
@@ -91,7 +91,7 @@ def test_pages(of_worker: Any, of_supervisor: Any) -> None:
     goodput_totals.attempts(fits, supervised)
 
 
-def test_right() -> None:
+def test_valid() -> None:
     """The original of the mutations above is read completely."""
     for kinds, source in ((OF_WORKER, "worker-0"), (OF_SUPERVISOR, "supervisor")):
         found = [from_line(json.dumps(line).encode()) for line in said(kinds, source)]

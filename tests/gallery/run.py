@@ -1,4 +1,4 @@
-"""Runs a script of the gallery, and writes what it has trained.
+"""Runs a script of the gallery, and writes its result.
 
     python run.py SCRIPT FOLDER HOW REPLICAS BATCHES
 

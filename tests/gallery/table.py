@@ -19,15 +19,15 @@ _INPUTS, _MODELS = FOLDER / "inputs", FOLDER / "models"
 
 @dataclass(frozen=True)
 class Script:
-    """A script, and what it shows.
+    """A script of the gallery.
 
     Args:
         path: Its file, whose docstring names the kind of input or of model.
-        needs: Modules that it imports beside Keras' own dependencies.
+        needs: Modules that it imports in addition to Keras' own dependencies.
         warning: A part of the warning before the first step; None if there is none.
-        is_plain: Whether our line changes nothing. It does where the number of batches is unknown:
-            Keras takes a step without data at the end of every epoch.
-        batches: How many calls of `on_train_batch_end`, in all its fits, before it is killed. With
+        is_plain: True if our line changes nothing. It changes the result if the number of batches
+            is unknown: plain Keras then runs a step without data at the end of every epoch.
+        batches: Number of calls of `on_train_batch_end`, in all its fits, before it is killed. With
             seven, the checkpoint is from the first epoch; with fifteen, from the second.
     """
 

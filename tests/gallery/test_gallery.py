@@ -1,5 +1,5 @@
 """Scripts as users write them, one for every kind of input and of model: our one line changes
-nothing, and a killed run that is restarted ends as if it had not been killed."""
+nothing, and a killed and restarted run ends like one that was not killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = FOLDER / "run.py"
 
 
 def run(script: Script, folder: Path, how: str, replicas: int = 1) -> dict[str, Any]:
-    """What the script has trained; nothing of a run that was killed."""
+    """Returns the result of the script; nothing for a run that was killed."""
     folder.mkdir(exist_ok=True)
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONHASHSEED": "0"}
     numbers = [str(replicas), str(script.batches)]
@@ -45,7 +45,8 @@ def require(script: Script) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("script", [*INPUTS, *MODELS], ids=lambda script: script.path.stem)
 def test_script(script: Script, tmp_path: Path) -> None:
-    """In plain Keras, with our line, and killed and started again: the same bits."""
+    """A script gives the same bits in plain Keras (unless the table says otherwise), with our line,
+    and killed and restarted."""
     require(script)
     plain = run(script, tmp_path / "plain", "plain")
     ours = run(script, tmp_path / "ours", "ours")
@@ -64,7 +65,8 @@ def test_script(script: Script, tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("script", INPUTS, ids=lambda script: script.path.stem)
 def test_on_two_replicas(script: Script, tmp_path: Path) -> None:
-    """Killed and restarted under MirroredStrategy: the bits of a run that was not."""
+    """Under MirroredStrategy, a killed and restarted run gives the bits of one that was not
+    killed."""
     require(script)
     ours = run(script, tmp_path / "ours", "ours", replicas=2)
     run(script, tmp_path / "killed", "killed", replicas=2)
@@ -74,7 +76,7 @@ def test_on_two_replicas(script: Script, tmp_path: Path) -> None:
 
 
 def test_scripts_are_listed() -> None:
-    """Every script of the folders is in a table, and the page holds the tables."""
+    """Every script of the folders is in a table, and the page contains the tables."""
     for folder, scripts in (("inputs", INPUTS), ("models", MODELS)):
         assert {script.path for script in scripts} == set((FOLDER / folder).glob("*.py"))
     assert PAGE.read_text() == page(), "run `python tests/gallery/table.py`"

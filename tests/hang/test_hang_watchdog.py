@@ -195,7 +195,7 @@ def test_debugger_of_an_editor(is_there: bool, monkeypatch: pytest.MonkeyPatch) 
     """Under a debugger that stops all threads, the sentinel gets an infinite limit."""
     told: list[float] = []
 
-    class Told:
+    class RecordingSentinel:
         def __init__(self, worker: str, limit_s: float) -> None: ...
 
         def say(self, limit_s: float) -> None:
@@ -203,7 +203,7 @@ def test_debugger_of_an_editor(is_there: bool, monkeypatch: pytest.MonkeyPatch) 
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(hang_watchdog, "Sentinel", Told)
+    monkeypatch.setattr(hang_watchdog, "Sentinel", RecordingSentinel)
     if is_there:
         monkeypatch.setitem(sys.modules, "pydevd", ModuleType("pydevd"))
     fit(kd.HangWatchdog(exit=True), small.dataset())
@@ -271,7 +271,9 @@ def test_error_in_fit() -> None:
             assert not each.is_alive()
 
 
-def test_again(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
+def test_later_hangs_are_reported(
+    hang: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
     """With `exit=False`, later hangs are reported, too."""
     acts = Act("on_epoch_end", hang), Act("on_test_begin", hang)
     fit(watchdog(save_secs=LIMIT_S), small.dataset(), *acts, validation_data=small.dataset())

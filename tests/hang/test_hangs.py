@@ -31,12 +31,12 @@ IN_TIME = replace(LATE, for_s=20.0)
         ([replace(LATE, moments=8), LATE], "b is in batch 3"),
         ([LATE, replace(LATE, awaits="input")], "b is in batch 3"),
         ([replace(LATE, awaits="others"), LATE], "b is in batch 3"),
-        # The worker that is behind is the one waited for, whatever it waits for itself.
+        # The others wait for the slowest worker, even if that is waiting itself.
         ([replace(LATE, moments=8, awaits="input"), LATE], "b is in batch 3"),
         ([LATE], "a is in batch 3, for 30.0 s"),
     ],
 )
-def test_named(reports: list[Report | None], named: str) -> None:
+def test_worker_is_named(reports: list[Report | None], named: str) -> None:
     """The worker that the others wait for is named, and no other."""
     verdict = judge(dict(zip("abc", reports, strict=False)))
     assert verdict.hang is not None
@@ -45,7 +45,7 @@ def test_named(reports: list[Report | None], named: str) -> None:
     assert "collectives" not in verdict.hang
 
 
-def test_named_of_the_silent() -> None:
+def test_silent_worker_is_named() -> None:
     """A worker that has not answered for longer than the silence limit is named, and no other."""
     verdict = judge({"a": LATE, "b": None, "c": None}, silent_for_s={"b": 29.0, "c": 30.0})
     assert verdict.hang is not None
@@ -61,15 +61,15 @@ def test_named_of_the_silent() -> None:
         ([replace(LATE, silence_s=36.0), None], 6),
     ],
 )
-def test_still_has_time(reports: list[Report | None], look_again_s: float) -> None:
+def test_within_the_time_limit(reports: list[Report | None], look_again_s: float) -> None:
     """Workers within their limits are waited for; the stage of a silent one is unknown."""
     verdict = judge(dict(zip("ab", reports, strict=False)))
     assert verdict.hang is None
     assert verdict.look_again_s == look_again_s
 
 
-def test_no_worker_is_behind() -> None:
-    """If no worker is behind, all of them are named."""
+def test_no_slowest_worker() -> None:
+    """If no worker is slower than the others, all of them are named."""
     verdict = judge({"a": LATE, "b": replace(LATE, doing="runs train.py:3")})
     assert verdict.hang is not None
     assert "a is in batch 3" in verdict.hang
@@ -134,7 +134,7 @@ def test_all_workers_are_notified(asks: int, clusters: list[Cluster]) -> None:
     assert cluster.heard == dict.fromkeys(range(3), verdict.hang)
 
 
-def test_asks_again(clusters: list[Cluster]) -> None:
+def test_repeated_inquiries(clusters: list[Cluster]) -> None:
     """Inquiries can be repeated, and run concurrently."""
     cluster = Cluster([replace(LATE, moments=8), IN_TIME])
     clusters.append(cluster)
@@ -162,7 +162,7 @@ def test_frozen_worker(clusters: list[Cluster]) -> None:
     assert cluster.memory.values["keras_distplug/told/session/left/0"] == ""
 
 
-def test_answered_before(clusters: list[Cluster]) -> None:
+def test_recent_answer_counts(clusters: list[Cluster]) -> None:
     """A worker that answered recently is not considered frozen after one missing answer."""
     cluster = Cluster([replace(LATE, moments=8), IN_TIME])
     clusters.append(cluster)

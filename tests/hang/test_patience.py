@@ -23,7 +23,7 @@ def test_five_times_the_longest() -> None:
     assert patience.limit_s(Stage.VALIDATION_STEP) == 300
 
 
-def test_a_step_may_take_as_long_as_the_first_one() -> None:
+def test_later_steps_may_be_traced_again() -> None:
     """A later step may be traced again."""
     patience = Patience({})
     patience.record_duration(Stage.FIRST_STEP, 100)
@@ -32,7 +32,7 @@ def test_a_step_may_take_as_long_as_the_first_one() -> None:
     assert patience.limit_s(Stage.VALIDATION_STEP) == 1000
 
 
-def test_given() -> None:
+def test_user_limits() -> None:
     """Limits set by the user apply."""
     patience = Patience({Stage.STEP: 7.0})
     patience.record_duration(Stage.FIRST_STEP, 100)

@@ -104,7 +104,9 @@ def refuse(*_: Any) -> int:
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_none(what: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_system(
+    what: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On systems without support, there is no sentinel, and nothing else changes."""
     monkeypatch.setattr(what, name, value, raising=False)
     sentinel = Sentinel("worker-1", 3600.0)

@@ -70,8 +70,8 @@ def bits(batch: Any) -> Any:
     ],
     ids=["usual", "nested", "other types", "not contiguous"],
 )
-def test_there_and_back(files: Files, batch: Any) -> None:
-    """Reading returns exactly what was written, bit for bit."""
+def test_round_trip(files: Files, batch: Any) -> None:
+    """Reading returns exactly the values written, bit for bit."""
     made = kept(files, batch)
     read, again = incident_files.read(files)
     assert read == made
@@ -100,7 +100,7 @@ def test_names(files: Files) -> None:
     assert incident_files.read(files, older.name)[0] == older
 
 
-def test_nothing_there(files: Files) -> None:
+def test_no_incidents(files: Files) -> None:
     with pytest.raises(NoCheckpointError, match="contains no saved batch\\. Existing ones: none"):
         incident_files.read(files)
     made = kept(files)
@@ -203,6 +203,6 @@ def test_not_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
         incident_files.read(files)
 
 
-def test_other_things_than_numbers(files: Files) -> None:
+def test_non_numeric_values(files: Files) -> None:
     with pytest.raises(TypeError, match="Expected numbers in the variable `y`"):
         incident_files.encode(incident(), (np.arange(2), np.array(["a", "b"])))

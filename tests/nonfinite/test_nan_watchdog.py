@@ -79,7 +79,7 @@ def trained(
     return small.state(made), history
 
 
-class Heard(list[SkippedUpdate]):
+class Reports(list[SkippedUpdate]):
     def watchdog(self, **arguments: Any) -> kd.NaNWatchdog:
         return kd.NaNWatchdog(on_fault=self.append, **arguments)
 
@@ -92,12 +92,12 @@ class Heard(list[SkippedUpdate]):
 def test_skips_are_reported(steps: int) -> None:
     """Every skipped update is reported with its batch and the number of consecutive skips, also in
     executions of several steps."""
-    heard = Heard()
+    reports = Reports()
     bad = [1, 3, 4, 7, 8]
-    found = trained(data(nan_in=bad), heard.watchdog(), epochs=2, steps_per_execution=steps)
+    found = trained(data(nan_in=bad), reports.watchdog(), epochs=2, steps_per_execution=steps)
     one_epoch = [(1, 1), (3, 1), (4, 2), (7, 1), (8, 2)]
-    assert heard.places == [(epoch, *each) for epoch in range(2) for each in one_epoch]
-    assert {each.culprits[0].replica for each in heard} == {0}
+    assert reports.places == [(epoch, *each) for epoch in range(2) for each in one_epoch]
+    assert {each.culprits[0].replica for each in reports} == {0}
     assert found == trained(data(absent=bad), epochs=2)
 
 
@@ -129,13 +129,13 @@ class Twice(keras.Model):
 @pytest.mark.parametrize("steps", [1, 4])
 def test_several_updates_in_a_step(steps: int, spoils: int | None) -> None:
     """A step in which any update is skipped is reported once, with its batch."""
-    heard = Heard()
+    reports = Reports()
     made = Twice(spoils)
     made.compile("sgd", "mse", steps_per_execution=steps)
     given = data(nan_in=[1, 5, 9] if spoils is None else [])
-    made.fit(given, verbose=0, callbacks=[heard.watchdog()])
-    assert heard.places == [(0, 1, 1), (0, 5, 1), (0, 9, 1)]
-    assert [[each.replica for each in fault.culprits] for fault in heard] == [[0]] * 3
+    made.fit(given, verbose=0, callbacks=[reports.watchdog()])
+    assert reports.places == [(0, 1, 1), (0, 5, 1), (0, 9, 1)]
+    assert [[each.replica for each in fault.culprits] for fault in reports] == [[0]] * 3
     assert all(np.isfinite(weight).all() for weight in made.get_weights())
 
 
@@ -146,11 +146,11 @@ def test_skips_in_executions_of_two_replicas(strategy: str) -> None:
         scope = tf.distribute.MirroredStrategy(devices).scope()
     else:
         scope = tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0").scope()
-    heard = Heard()
+    reports = Reports()
     with scope:
         made = model(steps_per_execution=4)
-    kd.adapt(made).fit(data(nan_in=[1, 5, 6]), verbose=0, callbacks=[heard.watchdog()])
-    assert heard.places == [(0, 1, 1), (0, 5, 1), (0, 6, 2)]
+    kd.adapt(made).fit(data(nan_in=[1, 5, 6]), verbose=0, callbacks=[reports.watchdog()])
+    assert reports.places == [(0, 1, 1), (0, 5, 1), (0, 6, 2)]
     assert np.isfinite(made.get_weights()[0]).all()
 
 
@@ -169,8 +169,10 @@ def test_logs() -> None:
 
 def test_nothing_but_faults(tmp_path: Path) -> None:
     """An epoch without any update has a loss of NaN instead of 0, and no checkpoint."""
-    heard = Heard()
-    _, history = trained(data(nan_in=range(BATCHES)), heard.watchdog(max_skips=99), folder=tmp_path)
+    reports = Reports()
+    _, history = trained(
+        data(nan_in=range(BATCHES)), reports.watchdog(max_skips=99), folder=tmp_path
+    )
     assert math.isnan(history["loss"][0])
     assert math.isnan(history["mae"][0])
     assert not list(tmp_path.rglob("step-*"))
@@ -179,11 +181,11 @@ def test_nothing_but_faults(tmp_path: Path) -> None:
 def test_rollback_within_the_epoch(tmp_path: Path) -> None:
     """After too many consecutive skips, the result is that of a training without the batches since
     the checkpoint, including metrics."""
-    heard = Heard()
+    reports = Reports()
     found = trained(
-        data(nan_in=[5, 6]), heard.watchdog(max_skips=1), folder=tmp_path, save_freq=4, epochs=1
+        data(nan_in=[5, 6]), reports.watchdog(max_skips=1), folder=tmp_path, save_freq=4, epochs=1
     )
-    assert heard.places == [(0, 5, 1), (0, 6, 2)]
+    assert reports.places == [(0, 5, 1), (0, 6, 2)]
     assert found == trained(data(absent=[4, 5, 6]))
 
 
@@ -212,14 +214,14 @@ def test_ends(tmp_path: Path) -> None:
         trained(bad, kd.NaNWatchdog(max_skips=1))
     with pytest.raises(NonFiniteError, match="there is no checkpoint yet"):
         trained(bad, kd.NaNWatchdog(max_skips=1), folder=tmp_path / "a")
-    heard = Heard()
+    reports = Reports()
     with pytest.raises(NonFiniteError, match=r"2 consecutive updates .* even after 1 rollback\."):
-        trained(bad, heard.watchdog(max_skips=1), folder=tmp_path / "b", save_freq=2)
-    assert heard.places == [(0, 3, 1), (0, 4, 2), (0, 5, 1), (0, 6, 2)]
-    heard = Heard()
+        trained(bad, reports.watchdog(max_skips=1), folder=tmp_path / "b", save_freq=2)
+    assert reports.places == [(0, 3, 1), (0, 4, 2), (0, 5, 1), (0, 6, 2)]
+    reports = Reports()
     with pytest.raises(NonFiniteError, match="1 consecutive update skipped"):
-        trained(bad, heard.watchdog(max_skips=0, max_rollbacks=0), folder=tmp_path / "c")
-    assert heard.places == [(0, 3, 1)]
+        trained(bad, reports.watchdog(max_skips=0, max_rollbacks=0), folder=tmp_path / "c")
+    assert reports.places == [(0, 3, 1)]
 
 
 @pytest.mark.parametrize("at", [(0, 2), (0, 3), (0, 6), (1, 0)])
@@ -227,17 +229,17 @@ def test_resumed(at: tuple[int, int], tmp_path: Path) -> None:
     """A training that is interrupted around skipped batches has the result of an uninterrupted one:
     bits, History, and the number of consecutive skips."""
 
-    def fit(folder: Path, stop: small.Stop, heard: Heard) -> Any:
+    def fit(folder: Path, stop: small.Stop, reports: Reports) -> Any:
         return trained(
             data(nan_in=[2, 3, 4]),
             stop,
-            heard.watchdog(max_skips=3),
+            reports.watchdog(max_skips=3),
             folder=folder,
             save_freq=1,
             epochs=2,
         )
 
-    whole, first, second = Heard(), Heard(), Heard()
+    whole, first, second = Reports(), Reports(), Reports()
     expected = fit(tmp_path / "whole", small.Stop(), whole)
     with pytest.raises(small.Interrupted):
         fit(tmp_path / "two", small.Stop(*at), first)
@@ -247,12 +249,14 @@ def test_resumed(at: tuple[int, int], tmp_path: Path) -> None:
     assert again + second.places == whole.places
 
 
-def test_one_is_enough(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_own_instance_replaces_the_default(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     """The user's own instance replaces the one from `defaults()`."""
-    heard = Heard()
-    callbacks = [*kd.defaults(tmp_path), heard.watchdog()]
+    reports = Reports()
+    callbacks = [*kd.defaults(tmp_path), reports.watchdog()]
     trained(data(nan_in=[3]), *callbacks)
-    assert heard.places == [(0, 3, 1)]
+    assert reports.places == [(0, 3, 1)]
     assert len({each for each in caplog.messages if "an update was skipped" in each}) == 1
 
 
@@ -300,15 +304,15 @@ def kept_in(folder: Path) -> list[tuple[incident_files.Incident, Any]]:
 def test_diagnosed(tmp_path: Path) -> None:
     """A skipped batch is recomputed, reported with its first non-finite value, and saved unchanged;
     the training is not affected."""
-    heard = Heard()
-    found = trained(data(nan_in=[3, 7]), heard.watchdog(), folder=tmp_path)
+    reports = Reports()
+    found = trained(data(nan_in=[3, 7]), reports.watchdog(), folder=tmp_path)
     assert found == trained(data(absent=[3, 7]))
     origin = "the batch (4 of 32 values in `x` are not finite, first in sample 4 of 8)"
-    assert [each.culprits[0].origin for each in heard] == [origin] * 2
-    assert str(heard[0]).endswith(f"; NaN or Inf first appears in {origin}")
+    assert [each.culprits[0].origin for each in reports] == [origin] * 2
+    assert str(reports[0]).endswith(f"; NaN or Inf first appears in {origin}")
     kept = kept_in(tmp_path)
     assert [(each.epoch, each.batch, each.replica) for each, _ in kept] == [(0, 3, 0), (0, 7, 0)]
-    assert [each.told for each, _ in kept] == [str(each.culprits[0]) for each in heard]
+    assert [each.told for each, _ in kept] == [str(each.culprits[0]) for each in reports]
     for (each, batch), expected in zip(kept, (3, 7), strict=True):
         x, y = list(data(nan_in=[3, 7]))[expected]
         assert np.array_equal(batch[0], x, equal_nan=True)
@@ -331,23 +335,23 @@ class OnceInTheGraph(keras.layers.Layer):
 
 def test_transient(tmp_path: Path) -> None:
     """A fault that disappears when the batch is recomputed is reported as transient."""
-    heard = Heard()
+    reports = Reports()
     made = model()
     made = keras.Sequential([keras.Input((4,)), OnceInTheGraph(), *made.layers])
     made.compile("adam", "mse")
-    made.fit(data(), verbose=0, callbacks=[kd.BackupAndRestore(tmp_path), heard.watchdog()])
-    assert heard.places == [(0, 3, 1)]
-    assert heard[0].culprits[0].is_transient
-    assert str(heard[0]).endswith("when recomputed, all values are finite")
+    made.fit(data(), verbose=0, callbacks=[kd.BackupAndRestore(tmp_path), reports.watchdog()])
+    assert reports.places == [(0, 3, 1)]
+    assert reports[0].culprits[0].is_transient
+    assert str(reports[0]).endswith("when recomputed, all values are finite")
     assert len(kept_in(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, 0), (2, 2)])
 def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
     """Only the first `max_incidents` batches are diagnosed."""
-    heard = Heard()
-    trained(data(nan_in=[1, 3, 5]), heard.watchdog(max_incidents=limit), folder=tmp_path)
-    assert [each.culprits[0].origin is not None for each in heard] == [
+    reports = Reports()
+    trained(data(nan_in=[1, 3, 5]), reports.watchdog(max_incidents=limit), folder=tmp_path)
+    assert [each.culprits[0].origin is not None for each in reports] == [
         number < limit for number in range(3)
     ]
     assert len(kept_in(tmp_path)) == kept
@@ -355,9 +359,9 @@ def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
 
 def test_without_backup() -> None:
     """Without a BackupAndRestore, the diagnosis is still reported."""
-    heard = Heard()
-    trained(data(nan_in=[1]), heard.watchdog())
-    assert heard[0].culprits[0].origin is not None
+    reports = Reports()
+    trained(data(nan_in=[1]), reports.watchdog())
+    assert reports[0].culprits[0].origin is not None
 
 
 def test_outlier_is_saved(tmp_path: Path) -> None:
@@ -366,14 +370,14 @@ def test_outlier_is_saved(tmp_path: Path) -> None:
     x = rng.normal(size=(50 * 8, 4)).astype("float32")
     y = x[:, :1] * 2
     y[42 * 8] *= 1e6
-    heard = Heard()
+    reports = Reports()
     made = model()
     made.fit(
         tf.data.Dataset.from_tensor_slices((x, y)).batch(8),
         verbose=0,
-        callbacks=[kd.BackupAndRestore(tmp_path), heard.watchdog(max_score=20)],
+        callbacks=[kd.BackupAndRestore(tmp_path), reports.watchdog(max_score=20)],
     )
-    assert heard.places == [(0, 42, 1)]
+    assert reports.places == [(0, 42, 1)]
     [(incident, batch)] = kept_in(tmp_path)
     assert incident.batch == 42
     assert np.array_equal(batch[1], y[42 * 8 : 43 * 8])
@@ -382,9 +386,9 @@ def test_outlier_is_saved(tmp_path: Path) -> None:
 def test_storage_that_fails(tmp_path: Path) -> None:
     """Training continues, with a warning that names the batch."""
     (tmp_path / "incidents").write_text("in the way")
-    heard = Heard()
+    reports = Reports()
     with pytest.warns(UserWarning, match="epoch-1-batch-4-replica-0.* could not be saved"):
-        found = trained(data(nan_in=[3]), heard.watchdog(), folder=tmp_path)
+        found = trained(data(nan_in=[3]), reports.watchdog(), folder=tmp_path)
     assert found == trained(data(absent=[3]))
 
 
@@ -399,14 +403,14 @@ class Refuses(keras.layers.Layer):
 
 def test_batch_that_cannot_be_recomputed() -> None:
     """The failure is reported, and training continues."""
-    heard = Heard()
+    reports = Reports()
     made = keras.Sequential([keras.Input((4,)), Refuses(), keras.layers.Dense(1)])
     made.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="could not be recomputed: ValueError"):
-        made.fit(data(nan_in=[3]), verbose=0, callbacks=[heard.watchdog()])
-    assert heard.places == [(0, 3, 1)]
-    assert heard[0].culprits[0].origin is None
-    assert not heard[0].culprits[0].is_transient
+        made.fit(data(nan_in=[3]), verbose=0, callbacks=[reports.watchdog()])
+    assert reports.places == [(0, 3, 1)]
+    assert reports[0].culprits[0].origin is None
+    assert not reports[0].culprits[0].is_transient
 
 
 @pytest.mark.parametrize(

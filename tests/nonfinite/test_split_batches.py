@@ -29,7 +29,7 @@ A, B, C = (np.array(value) for value in (1, 2, 3))
         (None, []),
     ],
 )
-def test_there_and_back(batch: Any, names: list[str]) -> None:
+def test_round_trip(batch: Any, names: list[str]) -> None:
     """Arrays are named like the arguments of Keras' steps, and the structure survives JSON."""
     structure, arrays = split_batch(batch)
     assert list(arrays) == names

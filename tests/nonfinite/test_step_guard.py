@@ -292,7 +292,7 @@ def test_ragged_data() -> None:
 
 
 class TwoOptimizers(keras.Model):
-    """A custom step without `compute_loss`, with an optimizer for each of two layers, one of which
+    """A custom step without `compute_loss`, with separate optimizers for two layers, one of which
     is not built before."""
 
     def __init__(self) -> None:
@@ -485,7 +485,7 @@ def test_outlier_loss(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
-def test_loss_of_all(strategy: str) -> None:
+def test_mean_loss_of_all_samples(strategy: str) -> None:
     """The mean of all samples' losses is compared, regardless of how the batch is split."""
     windows = []
     for each in ("one", strategy):

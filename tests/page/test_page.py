@@ -92,7 +92,7 @@ def test_incidents(shown: Shown) -> None:
     assert rows[1][3].endswith("keras-distplug replay DIRECTORY")
 
 
-def test_text_is_text(tmp_path: Path) -> None:
+def test_texts_are_not_executed(tmp_path: Path) -> None:
     """Texts of a run are shown, not executed."""
     evil = "</script><img src=x onerror=\"document.title='owned'\">"
     path = tmp_path / "report.html"
@@ -112,10 +112,10 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     """Every run has a row; the one with the newest message is shown whole."""
     fits, supervised, end = logged.fits(2, 100)
     done = summary("a", fits, supervised, end, {1950: CheckpointState("committed", True)})
-    begun = summary("b", [only_begun(fits[0], end + 1)], [], end + 20)
+    just_started = summary("b", [only_started(fits[0], end + 1)], [], end + 20)
     broken = {"name": "c", "error": "OSError: it is gone"}
     path = tmp_path / "report.html"
-    path.write_text(page.html("runs", [done, begun, broken], end + 3600))
+    path.write_text(page.html("runs", [done, just_started, broken], end + 3600))
     dom, console = browsed(path.as_uri(), tmp_path)
     assert console == ""
     shown = Shown(dom)
@@ -135,7 +135,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert all(float(x) >= 0 and 0 < float(of_bar) <= width - float(x) + 0.1 for x, of_bar in bars)
 
 
-def test_not_known(tmp_path: Path) -> None:
+def test_unknown_waits(tmp_path: Path) -> None:
     """The page says for how much time the waiting time is not known."""
     fits, supervised, end = logged.fits(2, 100)
     told = [
@@ -154,7 +154,7 @@ def test_not_known(tmp_path: Path) -> None:
     assert note[1].startswith("For 1 min 20 s of steps it is not known how much was waiting for")
 
 
-def only_begun(fit: Fit, begin: float) -> Fit:
+def only_started(fit: Fit, begin: float) -> Fit:
     """Returns the same fit with its first event only."""
     return Fit(fit.began, (dataclasses.replace(fit.entries[0], at=begin),))
 
@@ -173,11 +173,11 @@ FOREIGN = re.compile(r"""(?:src|href)\s*=|@import|url\((?!["']?#)|["'`(]//""")
         '<img src="//evil/x">',
     ],
 )
-def test_what_would_need_something(text: str) -> None:
+def test_external_resources_are_detected(text: str) -> None:
     assert FOREIGN.search(text)
 
 
-def test_needs_nothing() -> None:
+def test_page_is_self_contained() -> None:
     """The only URL is the namespace of SVG."""
     fits, supervised, end = logged.fits(2, 10)
     runs = [summary("run-0001", fits, supervised, end)]

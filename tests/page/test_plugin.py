@@ -1,4 +1,4 @@
-"""The plugin's answers to TensorBoard: the existing runs, as they are now."""
+"""The plugin's responses to TensorBoard: the existing runs, in their current state."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_runs(kind: str, tmp_path: Path) -> None:
     assert run["name"] == ""
 
 
-def test_news(tmp_path: Path) -> None:
-    """A line that is written while TensorBoard runs is in the next answer once it is complete."""
+def test_new_lines(tmp_path: Path) -> None:
+    """A line that is written while TensorBoard runs is in the next response once it is complete."""
     put(tmp_path, "run-0001", workers=1)
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
     [before] = shown(asked)
@@ -114,8 +114,8 @@ def test_chosen_run(tmp_path: Path) -> None:
     assert response.status_code == 404
 
 
-def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
-    """Only the server's time is sent, because the browser's clock may differ."""
+def test_unchanged_data_is_not_sent(tmp_path: Path) -> None:
+    """Without changes, only the server's time is sent, because the browser's clock may differ."""
     put(tmp_path, "run-0001")
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
     fits, _, _ = logged.fits(1, 20)
@@ -136,8 +136,8 @@ def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
         assert third.headers["ETag"] != first.headers["ETag"]
 
 
-def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs without news cost no more than listing their files."""
+def test_unchanged_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unchanged runs cost no more than listing their files."""
     put(tmp_path, "run-0001")
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
     before = shown(asked), details(asked, "run-0001")
@@ -155,7 +155,7 @@ def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is shown with its error, and hides no other folder."""
+    """A folder that cannot be listed is shown with its error, and hides no other folder."""
     for folder in ("a", "m", "z"):
         put(tmp_path, f"{folder}/run-0001")
     listed = LocalFiles.names
@@ -188,7 +188,7 @@ class Counted:
 
 
 def test_requests_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refresh without news only lists the log's folder."""
+    """A refresh without changes only lists the log's folder."""
     root = f"memory://{uuid.uuid4().hex}"
     asked: list[str] = []
     monkeypatch.setattr(log_files, "open_files", lambda url: Counted(open_files(url), asked))
@@ -220,7 +220,7 @@ def list_checkpoints(folder: Path) -> list[tuple[str, str | None]]:
 
 @pytest.mark.tf
 def test_states_of_checkpoints(tmp_path: Path) -> None:
-    """They do not depend on the folder that TensorBoard is given; a truncated file is damage."""
+    """States do not depend on the folder that TensorBoard is given; a truncated file is damage."""
     fitted(tmp_path / "mnist")
     run = tmp_path / "mnist" / "run-0001"
     seen = [list_checkpoints(folder) for folder in (tmp_path, tmp_path / "mnist", run)]
@@ -242,7 +242,7 @@ def test_states_of_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.tf
 def test_log_apart_from_checkpoints(tmp_path: Path) -> None:
-    """They are not visible from there, so none is verified."""
+    """If the log is not next to the checkpoints, none of them is verified."""
     fitted(tmp_path / "run", kd.RunLog(tmp_path / "logs"))
     rows = list_checkpoints(tmp_path / "logs")
     assert rows
@@ -250,14 +250,14 @@ def test_log_apart_from_checkpoints(tmp_path: Path) -> None:
 
 
 def test_module() -> None:
-    """It is one file, with the name that TensorBoard calls."""
+    """The tab's module is one file, with the name that TensorBoard requests."""
     response = get(plugin(logdir="", logdir_spec=""), "/index.js")
     assert response.mimetype == "text/javascript"
     assert "as render" in response.get_data(as_text=True)
 
 
-def test_folder_that_is_none(tmp_path: Path) -> None:
-    """It may be created later."""
+def test_missing_folder(tmp_path: Path) -> None:
+    """A missing folder may be created later."""
     asked = plugin(logdir=str(tmp_path / "later"), logdir_spec="")
     assert not asked.is_active()
     assert shown(asked) == []
@@ -266,7 +266,7 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
 
 
 def test_run_that_cannot_be_read(tmp_path: Path) -> None:
-    """It is shown with its error, and the others are not affected."""
+    """A run that cannot be read is shown with its error, and the others are not affected."""
     for run in ("run-0001", "run-0002", "run-0003"):
         put(tmp_path, run)
     log = tmp_path / "run-0002" / "log"
@@ -307,14 +307,15 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"logdir": "", "logdir_spec": "s3://a/b"}, {"0": "s3://a/b"}),
     ],
 )
-def test_where_to_look(flags: dict[str, str], folders: dict[str, str]) -> None:
+def test_folders_of_the_flags(flags: dict[str, str], folders: dict[str, str]) -> None:
     assert list_folders(SimpleNamespace(**flags)) == folders  # type: ignore[arg-type]
 
 
 def test_tensorboard_accepts_every_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its validator of headers, which warns now and will refuse in TensorBoard 3."""
+    """TensorBoard's validator of headers, which warns now and will refuse in TensorBoard 3, accepts
+    every response."""
     from tensorboard.backend import security_validator
 
     complaints: list[str] = []
@@ -329,8 +330,8 @@ def test_tensorboard_accepts_every_response(
     assert complaints == []
 
 
-def test_state_changes_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that says nothing any more is shown as silent, and then as dead."""
+def test_state_changes_without_new_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stops logging is shown as silent, and then as dead."""
     fits, _, _ = logged.fits(1, 10)
     entries = fits[0].entries
     open_files(tmp_path).create("run-0001/log/0.jsonl", list(map(to_line, entries)))

@@ -30,7 +30,7 @@ START = 'import * as tab from "./index.js"; tab.render();'
 
 
 class Site:
-    """What TensorBoard serves, with ways to change the runs."""
+    """TensorBoard's responses, with ways to change the runs."""
 
     def __init__(self, folder: Path) -> None:
         fits, supervised, end = logged.fits(4, 100)
@@ -97,7 +97,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
     server.server_close()
 
 
-def test_used(site: tuple[str, Site], tmp_path: Path) -> None:
+def test_tab_in_use(site: tuple[str, Site], tmp_path: Path) -> None:
     dom, console = browsed(site[0], tmp_path, secs=120)
     found = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
     assert found is not None, f"it waits for ever; {console}"
@@ -109,12 +109,12 @@ def test_used(site: tuple[str, Site], tmp_path: Path) -> None:
     assert said["asked"] == ["/index.js", "/runs", "/run?name=b"]
     assert said["chosen"]["pressed"] == ["run a", "zoom all", "heat input"]
     assert said["chosen"]["chart"].startswith("input of every replica")
-    # The keyboard focus stays where it is when there is news.
+    # An update does not move the keyboard focus.
     assert said["news"]["pressed"] == ["run a", "zoom all", "heat input"]
     assert said["news"]["focused"] == "heat input"
     assert int(said["news"]["step"]) > int(said["chosen"]["step"])
     assert said["shift"] < 0.01
-    # Ages grow without news, and nothing is drawn again for that.
+    # Ages grow without updates, and without a redraw.
     assert said["later"]["mark"] == "the same"
     assert all("1 h " in age for age in said["later"]["ages"])
     assert "1 h " in said["later"]["card"]

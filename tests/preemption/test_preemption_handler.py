@@ -134,7 +134,7 @@ def test_preempted_by_signal(number: signal.Signals, recorder: Recorder, tmp_pat
     assert (watched.seen[-1], resumed.seen[0]) == ((1, 1), (1, 2))
 
 
-def test_others_do_not_arrive(
+def test_saved_although_others_do_not_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A saved checkpoint is reported although the workers cannot wait for each other."""

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
     ],
     ids=["job", "task of an array"],
 )
-def test_which_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
+def test_requeued_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
     """Exactly this job, or this task of an array, is requeued."""
     slurm = FakeSlurm(tmp_path / "bin")
     assert Requeue.from_environment(slurm.env | env).ask() == f"job {job} is in Slurm's queue again"
@@ -72,7 +72,7 @@ def test_which_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
         *("preempted", "not preempted", "preempted before", "text", "unknown"),
     ],
 )
-def test_why_it_ends(
+def test_jobs_that_are_not_requeued(
     shown: str, restarts: int, is_asked: bool, message: str, tmp_path: Path
 ) -> None:
     """A canceled or already requeued job is not requeued."""

@@ -1,4 +1,4 @@
-"""Workers, each in a thread, that are preempted while they train."""
+"""Workers, simulated as threads, that are preempted while they train."""
 
 from __future__ import annotations
 

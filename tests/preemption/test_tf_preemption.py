@@ -39,7 +39,7 @@ def test_notice() -> None:
 
 
 def test_repeated_fits() -> None:
-    """Every `fit` sends one request, and leaves no thread and no value behind."""
+    """Every `fit` sends one request, and leaves no thread and no stored value."""
     service, received = Service(), queue.SimpleQueue[str]()
     for number in range(1, 4):
         notice = TfPreemptionNotice(service, received.put)

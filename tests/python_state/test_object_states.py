@@ -89,8 +89,9 @@ def test_in_place() -> None:
 
 
 @pytest.mark.parametrize("kind", ["array", "list"])
-def test_large_ones(kind: str) -> None:
-    """Of values of more than 1 MB, only changed ones are kept, and above 16 MB none."""
+def test_large_values(kind: str) -> None:
+    """Values of more than 1 MB are only kept if they change, and values of more than 16 MB are
+    never kept."""
     for size, is_kept in ((3 * 2**16, True), (3 * 2**20, False)):
         values: Any = np.arange(size, dtype="float64")
         if kind == "list":
@@ -121,7 +122,7 @@ def test_text_of_another_process() -> None:
     assert vars(there) == {"root": "/b", "files": ["/b/1", "/b/2"], "names": ["y", "x"]}
 
 
-def test_of_torch() -> None:
+def test_torch_objects() -> None:
     """Tensors are restored in place, and generators with their state."""
     torch = pytest.importorskip("torch", reason="pip install torch")
     owner = Thing(rng=torch.Generator().manual_seed(3), order=torch.arange(200))

@@ -99,7 +99,7 @@ def expected(made: keras.Model, x: np.ndarray, y: np.ndarray) -> tuple[float, fl
 )
 @pytest.mark.parametrize("strategy", ["one", "mirrored", "central"])
 def test_own_values(strategy: str, arguments: dict[str, Any]) -> None:
-    """A replica's values are those of its own samples, even if it has fewer than others."""
+    """A replica's values are those of its samples, even if it has fewer than others."""
     made, alone = model(strategy, **arguments), model("one")
     weights: list[list[np.ndarray]] = []
 

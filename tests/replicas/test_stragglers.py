@@ -19,7 +19,7 @@ def paces(
     input_s: Sequence[float] = (),
     network_s: Sequence[float | None] = (),
 ) -> list[StepReport]:
-    """Returns one window's reports of several workers, with one or more replicas each."""
+    """Returns one window's reports of several workers, with one or more replicas per worker."""
     return [
         StepReport(
             rank,
@@ -112,7 +112,7 @@ def test_insignificant_slowness() -> None:
 
 
 def test_two() -> None:
-    """With two replicas, each is compared with the other."""
+    """Two replicas are compared with each other."""
     told = judged(*[paces([0.09, 0.05])] * 3)
     assert [(each.cause, each.worker) for each in told[2]] == [("compute", 0)]
 
@@ -166,7 +166,7 @@ def test_network_of_the_only_other_worker() -> None:
     )
 
 
-def test_both() -> None:
+def test_two_causes() -> None:
     told = judged(*[paces([0.02, 0.02, 0.05], [0.05, 0.0, 0.0])] * 3)
     assert {(each.cause, each.worker) for each in told[2]} == {("compute", 2), ("input", 0)}
 

@@ -1,4 +1,4 @@
-"""TensorBoard's files in a store."""
+"""TensorBoard's event files in a store."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Trouble(RemoteFiles):
     """A store in which the next requests to create a file fail.
 
     Args:
-        lost: How many more do what they are asked to, but their answer is lost.
-        failing: How many more do nothing.
+        lost: The number of further requests that succeed, but whose reply is lost.
+        failing: The number of further requests that fail without any effect.
     """
 
     def __init__(self, url: str, *, lost: int = 0, failing: int = 0) -> None:
@@ -45,7 +45,7 @@ class Trouble(RemoteFiles):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is complete each time that somebody looks."""
+    """Uploads at every flush, so that files in the store are always up to date."""
     monkeypatch.setattr("keras_distplug.runlog.sinks.UploadPace.every_secs", 0.0)
 
 
@@ -63,8 +63,8 @@ def values_in(url: str, folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("trouble", [{"lost": 1}, {"failing": 2}, {"lost": 2, "failing": 1}])
-def test_again(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
-    """What could not be written, or seemed so, is there once, in the end."""
+def test_failed_uploads_are_retried(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
+    """Data whose upload failed, or seemed to fail, is in the store exactly once in the end."""
     files = Trouble(url, **trouble)
     written = EventFiles(files, "run")
     failures = 0
@@ -80,7 +80,7 @@ def test_again(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
     assert sorted(values_in(url, tmp_path)) == [(step, step / 2) for step in range(5)]
 
 
-def test_of_somebody_else(url: str) -> None:
+def test_existing_file_of_another_process(url: str) -> None:
     """A file of that name with other content is neither taken for ours nor overwritten."""
     files = open_files(url)
     written = EventFiles(files, "run")
@@ -93,15 +93,15 @@ def test_of_somebody_else(url: str) -> None:
     assert path.exists()
 
 
-def test_one_run_that_fails(url: str) -> None:
-    """The curves of the others come."""
+def test_failed_run(url: str) -> None:
+    """A failed upload of one run's curves does not affect those of other runs."""
     files = Trouble(url, failing=1)
     curves = ReplicaCurves(files)
     with pytest.raises(TimeoutError):
         curves.add([StepReport(n, f"worker-{n}", 1, 1, 0.1, ()) for n in range(2)])
     curves.close()
     assert files.met == 1
-    assert len(files.names()) == 6  # of two workers, and four of both
+    assert len(files.names()) == 6  # two of workers, and four of both together
 
 
 def test_custom_scalars(tmp_path: Path) -> None:

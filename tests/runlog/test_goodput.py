@@ -1,4 +1,4 @@
-"""Every second of a run falls into one category, whatever has happened to it."""
+"""Every second of a run is counted in exactly one category, whatever happens to the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole(spans: list[goodput_totals.Span]) -> float:
 
 
 def test_one_attempt() -> None:
-    """Windows follow each other, from the start of the process."""
+    """Windows follow each other without a gap, from the start of the process."""
     found = goodput_totals.spans(
         [fit(window(103, 0, 0, start_up=3), window(110, 70, 70, step=6, other=1))]
     )
@@ -56,8 +56,8 @@ def test_one_attempt() -> None:
 
 
 def test_killed() -> None:
-    """From the last that is known of an attempt to the next process is recovery; steps that were
-    trained before are no progress, and the share of a window that is new is."""
+    """The time from the last entry of a killed attempt to the next process is recovery. Repeated
+    steps are not progress; the new share of a partly repeated window is."""
     found = goodput_totals.spans(
         [
             fit(window(10, 40, 40, start_up=2, step=8)),
@@ -77,8 +77,8 @@ def test_killed() -> None:
     assert sum(secs.values()) == pytest.approx(whole(found)) == 28
 
 
-def test_worker_that_was_started_again_alone() -> None:
-    """It ends no attempt, and takes no time of the chief's."""
+def test_restarted_worker() -> None:
+    """A single worker's restart ends no attempt, and takes no time from the chief."""
     fits = [fit(window(103, 0, 0, "job", start_up=3), window(110, 70, 70, "job", step=7))]
     again = events.StartedAgain("worker-1", "FAILED", 137, 1, 0.0, "worker-1 was killed")
     told = [of_supervisor(99, events.Started(("chief-0", "worker-0", "worker-1", "ps-0"), (0, 1)))]
@@ -98,8 +98,8 @@ def test_worker_that_was_started_again_alone() -> None:
         (events.PeerLost("worker-1"), C.RECOVERY),
     ],
 )
-def test_who_waits(last: Event, category: Category) -> None:
-    """Nobody waits for a run that has finished, or that its user has stopped."""
+def test_time_after_the_end(last: Event, category: Category) -> None:
+    """Time after a run that has finished, or that its user has stopped, is not recovery."""
     found = goodput_totals.spans(
         [
             fit(window(10, 40, 40, step=10), Entry(10, "worker-0", last)),
@@ -110,7 +110,7 @@ def test_who_waits(last: Event, category: Category) -> None:
 
 
 def test_overlapping() -> None:
-    """A window that overlaps what is accounted for counts from there on."""
+    """A window that overlaps time already counted only counts from there on."""
     found = goodput_totals.spans(
         [
             fit(window(10, 40, 40, step=10)),
@@ -123,13 +123,13 @@ def test_overlapping() -> None:
 
 
 def test_clock_that_jumps() -> None:
-    """What the worker's own clock has not seen is something else."""
+    """Time that the worker's own windows do not cover counts as other."""
     found = goodput_totals.spans([fit(window(10, 40, 40, step=10), window(60, 80, 40, step=10))])
     assert goodput_totals.totals(found)[C.OTHER] == 40
 
 
-def test_clock_that_was_set_back() -> None:
-    """What cannot be placed is not counted; the step is where it is."""
+def test_clock_set_back() -> None:
+    """Time that cannot be placed is not counted, but the step still advances."""
     found = goodput_totals.spans(
         [
             fit(window(100, 40, 40, step=10)),
@@ -143,8 +143,8 @@ def test_clock_that_was_set_back() -> None:
     assert [each.step for each in made.pause(101.0)] == [80]
 
 
-def test_trainings_of_their_own() -> None:
-    """Where no run is kept, one that begins with the first step repeats nothing."""
+def test_separate_trainings() -> None:
+    """Without a resumable run, a `fit` that starts at step 0 repeats nothing."""
     first = fit(window(10, 40, 40, step=10))
     for resumes, redone in ((True, 10), (False, 0)):
         second = fit(window(20, 40, 40, step=10), session="b")
@@ -154,8 +154,9 @@ def test_trainings_of_their_own() -> None:
         assert lost == [40 if resumes else 0, 0]
 
 
-def test_lost_in_a_fit() -> None:
-    """An update that is left out is no progress, nor is what is rolled back, each counted once."""
+def test_lost_steps_within_a_fit() -> None:
+    """Skipped updates and steps that were rolled back do not count as progress, and are counted
+    once."""
     left_out = events.UpdateLeftOut(0, 1, 1, (0,), ("w",), None, None, False, None, "a NaN")
     found = [
         fit(
@@ -172,8 +173,8 @@ def test_lost_in_a_fit() -> None:
 
 
 def test_ended_by_an_error() -> None:
-    """Which is told rather than what a supervisor saw of it, unless another worker's end was the
-    first."""
+    """An attempt's end is the error that was logged, rather than the exit that the supervisor
+    observed, unless another worker failed first."""
     failed = of_supervisor(11, events.Failed("worker-0", "FAILED", 1, "worker-0 exited with 1"))
     raised = Entry(10, "worker-0", events.Raised("ValueError: no"), "job", 0)
     [found] = goodput_totals.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [failed])
@@ -184,7 +185,7 @@ def test_ended_by_an_error() -> None:
 
 
 def test_supervised() -> None:
-    """From the supervisor's start of the first attempt to its end."""
+    """With a supervisor, time runs from its start of the first attempt to its own end."""
     supervised = [
         of_supervisor(1, events.Started(("worker-0",), (0,))),
         of_supervisor(30, events.Ended(0, "")),
@@ -196,8 +197,8 @@ def test_supervised() -> None:
     assert (secs[C.START_UP], secs[C.STEP], secs[C.RECOVERY]) == (9, 10, 10)
 
 
-def test_lately() -> None:
-    """Of a span that is cut by a moment, its share counts."""
+def test_recent_goodput() -> None:
+    """A span that extends beyond the limits counts in proportion."""
     found = goodput_totals.spans(
         [fit(window(10, 10, 10, step=10), window(30, 20, 10, step=10, input=10))]
     )
@@ -207,7 +208,8 @@ def test_lately() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sum(seed: int) -> None:
-    """Whatever attempts there were, the categories sum to the time from the first to the last."""
+    """The categories sum to the time from the first entry to the last one, whatever the
+    attempts."""
     rng = random.Random(seed)
     fits, at, step = [], 100.0, 0
     for number in range(rng.randint(1, 5)):
@@ -228,7 +230,8 @@ def test_sum(seed: int) -> None:
 
 
 def test_attempts() -> None:
-    """Which step each began and ended with, what was lost, and how it ended."""
+    """An attempt has its first and last step, its lost steps, its cause of end and its exit
+    code."""
     failed = events.Failed("worker-1", "FAILED", 137, "worker-1 was killed by SIGKILL")
     fits = [
         fit(window(10, 40, 40, "job", step=10)),
@@ -251,7 +254,7 @@ def test_attempts() -> None:
     assert [each.exit_code for each in found] == [137, None, None]
 
 
-def test_attempt_that_reached_more_than_it_logged() -> None:
+def test_attempt_with_unlogged_steps() -> None:
     """If the next attempt knows the exact last step, lost steps are counted up to there; attempts
     are numbered from 1."""
     fits = [
@@ -283,8 +286,9 @@ def test_lost_steps_without_a_supervisor(last: Event, exact: bool) -> None:
     assert second.lost_is_exact
 
 
-def test_attempt_that_died_behind_its_checkpoint() -> None:
-    """What is in a checkpoint was trained, though the window that has it was not told any more."""
+def test_attempt_that_died_after_its_checkpoint() -> None:
+    """Steps in a checkpoint were trained, even if the process died before it logged their
+    window."""
     saved = Entry(11, "worker-0", events.Saved(60, 0.5, False, 0.01, 1000))
     fits = [
         fit(window(10, 54, 54, step=10), saved),
@@ -295,7 +299,7 @@ def test_attempt_that_died_behind_its_checkpoint() -> None:
 
 
 def test_ledger() -> None:
-    """Each moment is put down once; what was part of another category is moved."""
+    """Every second is recorded once; time that was part of another category is moved."""
     ledger = Ledger(10.0, C.START_UP)
     ledger.switch(C.STEP, 12.0)
     ledger.switch(C.OTHER, 15.0)
@@ -305,7 +309,7 @@ def test_ledger() -> None:
 
 
 def test_split() -> None:
-    """No more than there is can be a part."""
+    """Parts are limited to the available time."""
     assert split({C.STEP: 2.0}, C.STEP, {C.INPUT: 0.5, C.SYNC: 9.0}) == {
         C.STEP: 0.0,
         C.INPUT: 0.5,

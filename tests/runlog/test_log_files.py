@@ -1,4 +1,4 @@
-"""The files of the log: nothing that was told is lost where it could be written."""
+"""The log's files: no entry that could be written is lost."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def steps(files: Files) -> list[int]:
     return [each.event.step for each in fit.entries if isinstance(each.event, events.Window)]
 
 
-def test_read_while_it_grows(files: Files) -> None:
-    """What was flushed can be read, and so can all at the end; what one file holds comes in order,
-    however many there are."""
+def test_reading_a_growing_file(files: Files) -> None:
+    """Flushed lines can be read immediately, and all lines at the end. Lines of a file keep their
+    order, however many there are."""
     written = log(files)
     written.append(line(began()))
     for number in range(40):
@@ -65,7 +65,7 @@ def test_read_while_it_grows(files: Files) -> None:
 
 
 def test_parts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a store, a part that is large enough is written no more."""
+    """In a store, a part that is large enough is not written again."""
     monkeypatch.setattr(sinks, "_PART_BYTES", 500)
     written = log(files)
     written.append(line(began()))
@@ -78,16 +78,17 @@ def test_parts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     assert many == 1 if files.traits.is_near else many > 3
 
 
-def test_older_ones_do_not_count() -> None:
-    """A writer that was killed behind a write has left the file before it, too."""
+def test_outdated_files_are_ignored() -> None:
+    """Only the newest file of a part counts: a writer that was killed after a write has left the
+    previous one as well."""
     parts = ["a.0001-000002.jsonl", "a.0001-000010.jsonl", "a.0002-000001.jsonl"]
     names = [*parts, "b.jsonl", "c.txt"]
     assert newest(names) == {("a", 1): names[1], ("a", 2): names[2], ("b", 0): "b.jsonl"}
 
 
 def test_sources(files: Files) -> None:
-    """Each worker's `fit` is one; what supervisors say is apart; a file without a beginning is
-    none."""
+    """Every worker's `fit` is returned separately, and supervisors' entries apart from them. A file
+    without its first entry is ignored."""
     for stem, entries in {
         "late": [(5.0, began("b")), (6.0, events.Hung("waits"))],
         "early": [(1.0, began("a"))],
@@ -103,8 +104,8 @@ def test_sources(files: Files) -> None:
     assert [entry.at for entry in supervised] == [0.5, 7.0]
 
 
-def test_torn(tmp_path: Path) -> None:
-    """The end of a line that a kill has cut off is passed over."""
+def test_truncated_line(tmp_path: Path) -> None:
+    """A line that a kill has truncated is ignored."""
     written = log(open_files(tmp_path))
     written.append(line(began()))
     written.append(line(events.Window(1, 1, 0, {})))
@@ -115,18 +116,18 @@ def test_torn(tmp_path: Path) -> None:
 
 
 class Fails:
-    """A store that fails until it is mended."""
+    """A store that fails until it is fixed."""
 
     every_secs = 0.0
 
     def __init__(self) -> None:
         self.tried = threading.Semaphore(0)
-        self.is_mended = False
+        self.is_fixed = False
         self.written = b""
 
     def write(self, lines: bytes) -> None:
         self.tried.release()
-        if not self.is_mended:
+        if not self.is_fixed:
             raise OSError("full")
         self.written += lines
 
@@ -135,7 +136,8 @@ class Fails:
 
 
 def test_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told once, and what could not be written is once that is possible."""
+    """A failure is reported once, and lines that could not be written are written as soon as
+    possible."""
     monkeypatch.setattr(log_files, "_AGAIN_SECS", 0.01)
     sink, told = Fails(), list[str]()
     written = Log(sink, lambda error: told.append(str(error)))
@@ -143,7 +145,7 @@ def test_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert sink.tried.acquire(timeout=30)
     written.append(b"2\n")
-    sink.is_mended = True
+    sink.is_fixed = True
     assert written.flush()
     written.close()
     assert sink.written == b"1\n2\n"
@@ -151,7 +153,7 @@ def test_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_end_of_a_store_that_fails() -> None:
-    """The end is not kept waiting, and so many lines at most are."""
+    """Closing does not wait for a store that fails, and memory for unwritten lines is limited."""
     sink, told = Fails(), list[str]()
     written = Log(sink, lambda error: told.append(str(error)))
     for _ in range(5):
@@ -163,8 +165,8 @@ def test_end_of_a_store_that_fails() -> None:
 
 
 def test_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through one that outlasts what can be kept, the beginning stays, and so does what happened;
-    windows go, the oldest first, and how many is told."""
+    """In an outage longer than the buffer can bridge, the first entry and the events are kept.
+    Windows are dropped, the oldest first, and their number is logged."""
     monkeypatch.setattr(log_files, "_AGAIN_SECS", 0.01)
     monkeypatch.setattr(log_files, "_KEPT_BYTES", 4000)
     sink = Fails()
@@ -177,7 +179,7 @@ def test_outage(monkeypatch: pytest.MonkeyPatch) -> None:
         if number % 10 == 0:
             written.append(line(events.Quarantined(f"step-{number}", "why"), number))
             assert sink.tried.acquire(timeout=30)
-    sink.is_mended = True
+    sink.is_fixed = True
     assert written.flush()
     written.close()
     found = [entry.event for each in sink.written.splitlines() if (entry := from_line(each))]
@@ -192,8 +194,7 @@ def test_outage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """What a disk has taken before it was full is taken back: nothing is there twice, and nothing
-    is cut off."""
+    """A partial write to a full disk is undone: no line is duplicated or truncated."""
     files = open_files(tmp_path)
     sink = open_sink(files, f"{RUN}/log/one")
     sink.write(line(began()))
@@ -214,9 +215,9 @@ def test_full_disk(tmp_path: Path) -> None:
     assert path.stat().st_size == size + len(lines)
 
 
-def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads looks again for a file that was replaced behind the listing, and what was known of
-    it is not lost where that happens again and again."""
+def test_reading_a_replaced_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader retries a file that was replaced after the listing. If that happens repeatedly, it
+    still has the entries that it has already read."""
     files = open_files(f"memory://{uuid.uuid4().hex}")
     sink, reader = open_sink(files, f"{RUN}/log/one"), Reader(files, RUN)
     sink.write(line(began()))
@@ -244,7 +245,7 @@ def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_notes_about_lines(files: Files) -> None:
-    """A line that is skipped is noted once, with its number, in few words; blank ones are not."""
+    """A skipped line is reported once, briefly, with its number; blank lines are not reported."""
     notes: list[str] = []
     reader = Reader(files, RUN, notes.append)
     sink = open_sink(files, f"{RUN}/log/one")
@@ -270,7 +271,8 @@ def test_length_of_notes(text: bytes, files: Files) -> None:
 
 
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log without other lines says that its writer is alive; readers keep the last such line."""
+    """Heartbeats show that the writer of an otherwise silent log is alive; readers keep the last
+    one."""
     monkeypatch.setattr(log_files, "_BEAT_SECS", 0.01)
     asked = threading.Semaphore(0)
 
@@ -292,17 +294,17 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert beats == from_line(last)
 
 
-def test_beside(tmp_path: Path) -> None:
-    """The supervisor's file stands beside those of the workers."""
+def test_supervisor_file_is_in_the_same_folder(tmp_path: Path) -> None:
+    """The supervisor's file is next to those of the workers."""
     opened = open_beside(str(tmp_path), f"{RUN}/log", {}, "supervisor-job", no_failure)
     opened.append(line(events.Ended(0, "")))
     opened.close()
     assert [path.name for path in tmp_path.glob("run-0001/log/*")] == ["supervisor-job.jsonl"]
 
 
-def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attempts are counted by their sessions, and of the last one it is known how far it had come:
-    exactly, where it has told of its end."""
+def test_earlier_attempts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are counted by their sessions. The last step of the latest one is read from its log,
+    and is exact if that attempt logged how it ended."""
     monkeypatch.setattr(sinks, "_PART_BYTES", 300)
     assert find_earlier_attempts(files, RUN, "worker-0") is None
     stems = [
@@ -325,7 +327,7 @@ def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     assert before == Before(2, 40, has_told_all=False)
     assert find_earlier_attempts(files, RUN, "chief-0") is None
     assert before.loss(38) == "the log of attempt 2 ends at step 40"
-    assert before.loss(40) == ""  # there may have been more steps that its log doesn't have
+    assert before.loss(40) == ""  # it may have trained more steps than its log has
     written = log(files, "20261122T121113Z-worker-0-bbbbbbbb")
     written.append(line(began()))
     written.append(line(events.Window(44, 1, 0, {"step": 1.0})))
@@ -356,8 +358,8 @@ def test_exact_loss(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert before.loss(38) == "9 steps since that checkpoint were lost"
 
 
-def test_look_back_reads_the_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a file is; a line that is cut there does not count."""
+def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the end of a file is read, however long it is; a line that is cut there is ignored."""
     monkeypatch.setattr(last_attempt, "_LAST_BYTES", 400)
     files = open_files(tmp_path)
     written = log(files, "20261122T101112Z-worker-0-3f0c9a1b")

@@ -1,4 +1,4 @@
-"""The log of a run, of all its attempts."""
+"""The log of a run, with all its attempts."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from keras_distplug.storage.stores.remote import RemoteFiles  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window for each batch."""
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs a window for every batch."""
     monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 0.0)
     monkeypatch.setattr("keras_distplug.runlog.run_log._SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens_after() -> Any:
+def no_remaining_listeners() -> Any:
     yield
     for listener in reporting.listeners():
         reporting.listen_no_more(listener)
@@ -67,7 +67,7 @@ def fit(
 
 
 def logged(folder: Any, run: str = "run-0001") -> list[Fit]:
-    """Of each `fit`; what is still to be written is."""
+    """Returns every `fit` of a run, after writing all buffered lines."""
     log_files._close_all()
     return log_files.read(open_files(folder), run)[0]
 
@@ -81,7 +81,7 @@ def names(fit: Fit) -> list[str]:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    """`defaults()` keep a log: where it began, each epoch, each checkpoint, and the end."""
+    """`defaults()` keeps a log, with the start, every epoch, every checkpoint and the end."""
     fit(kd.defaults(tmp_path, save_freq="epoch"), validation_data=(small.X, small.Y))
     [found] = logged(tmp_path)
     assert isinstance(found.entries[0].event, events.Began)
@@ -103,8 +103,8 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 def test_windows(tmp_path: Path) -> None:
-    """They follow each other without a gap, count each step once, and end with the end."""
-    begun_at = time.time()
+    """Windows follow each other without a gap, count every step once, and extend to the end."""
+    started_at = time.time()
     fit(kd.defaults(tmp_path, save_freq="epoch"), validation_data=(small.X, small.Y))
     [found] = logged(tmp_path)
     windows = [entry for entry in found.entries if isinstance(entry.event, Window)]
@@ -119,11 +119,11 @@ def test_windows(tmp_path: Path) -> None:
     assert not spent & {Category.REDONE, Category.RECOVERY, Category.SYNC}
     assert found.ends_at - found.begins_at == pytest.approx(sum(secs.values()), abs=0.05)
     assert found.ends_at <= time.time()
-    assert found.ends_at > begun_at
+    assert found.ends_at > started_at
 
 
 def test_waits_for_data(tmp_path: Path) -> None:
-    """What a step waits for its data is no progress."""
+    """Time that a step waits for its data is not progress."""
 
     def slow(x: Any, y: Any) -> Any:
         def wait(x: Any) -> Any:
@@ -144,13 +144,13 @@ def test_waits_for_data(tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window for each epoch."""
+    """Logs one window per epoch."""
     monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 1e9)
     monkeypatch.setattr("keras_distplug.runlog.run_log._MOST_SECS", 1e9)
 
 
 def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
-    """Of unknown length; one batch of `every` is late."""
+    """Returns data of unknown length in which one of `every` batches is late."""
 
     def wait(number: Any, x: Any) -> Any:
         time.sleep(secs if number % every == every - 1 else 0)
@@ -162,7 +162,7 @@ def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
         return waited, x[:, :1]
 
     numbered = tf.data.Dataset.from_tensors(small.X[:8]).repeat(batches).enumerate().map(late)
-    # TensorFlow would fetch ahead: a part of a stall would go by while the step before computes.
+    # TensorFlow would prefetch: the previous step would hide a part of a stall.
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return numbered.filter(lambda x, y: True).with_options(options)
@@ -171,8 +171,8 @@ def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
 @pytest.mark.usefixtures("one_window")
 @pytest.mark.parametrize("kept", [10_000, 7])
 def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What most steps do not wait for is waiting, too, however many steps a window has, and where
-    the data end without having said so."""
+    """Waiting for data is counted even if most steps do not wait, however many steps a window has,
+    and if the end of the data was not known in advance."""
     monkeypatch.setattr("keras_distplug.step.stopwatch._KEPT", kept)
     monkeypatch.setattr("keras_distplug.step.step_windows._MOST_IN_GRAPH", kept)
     fit([kd.RunLog(tmp_path)], x=stalling(40, 5, 0.1), y=None, batch_size=None, epochs=1)
@@ -187,8 +187,8 @@ def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("one_window")
 @pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"jit_compile": True}])
-def test_waits_that_are_not_known(compiled: dict[str, Any], tmp_path: Path) -> None:
-    """Which is told, and not taken for none."""
+def test_unknown_waits(compiled: dict[str, Any], tmp_path: Path) -> None:
+    """Unknown waiting times are reported as unknown, and not counted as zero."""
     model = small.model()
     model.compile("adam", "mse", **compiled)
     log = kd.RunLog(tmp_path)
@@ -207,9 +207,9 @@ class SlowToTrace(keras.Model):
 
 
 @pytest.mark.usefixtures("one_window")
-def test_traced_anew(tmp_path: Path) -> None:
-    """What a trace takes is no waiting for data, though a replica begins behind it: here, that of
-    a batch without samples for one of them."""
+def test_retraced(tmp_path: Path) -> None:
+    """Time for a trace does not count as waiting for data, even if a replica starts after it: here,
+    a trace for a batch that leaves one replica without samples."""
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         inputs = keras.Input((4,))
         model = SlowToTrace(inputs, keras.layers.Dense(1)(inputs))
@@ -225,7 +225,7 @@ def test_traced_anew(tmp_path: Path) -> None:
 
 
 def test_nothing_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An attempt that ended before its first checkpoint is no new run."""
+    """An attempt that ended before its first checkpoint counts as an attempt of the same run."""
     with pytest.raises(small.Interrupted):
         fit(kd.defaults(tmp_path, save_freq="epoch"), small.Stop(0, 2))
     saver.wait_for_all()
@@ -237,8 +237,8 @@ def test_nothing_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another attempt begins where the checkpoint was, and says what is lost; what it trains once
-    more is no progress."""
+    """The next attempt starts at the checkpoint, and reports the lost steps; training them again
+    does not count as progress."""
     callbacks = kd.defaults(tmp_path, save_freq=4)
     callbacks[0].saving = kd.Saving(on_busy="wait")
     with pytest.raises(small.Interrupted):
@@ -269,7 +269,7 @@ def test_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_curves(tmp_path: Path) -> None:
-    """TensorBoard has the goodput by the seconds since the first attempt began, and the shares of
+    """TensorBoard shows goodput over the seconds since the first attempt started, and the shares of
     time, which sum to one."""
     with pytest.raises(small.Interrupted):
         fit(kd.defaults(tmp_path, save_freq="epoch"), small.Stop(1, 2))
@@ -288,8 +288,8 @@ def test_curves(tmp_path: Path) -> None:
 
 
 def test_texts(tmp_path: Path) -> None:
-    """TensorBoard's tab "Text" has what happened, over all attempts, each at a step of its own:
-    what a supervisor has told since the attempt before, too."""
+    """TensorBoard's tab "Text" shows the events of all attempts, including a supervisor's since the
+    previous attempt, every one at a distinct step."""
     with pytest.raises(small.Interrupted):
         fit(kd.defaults(tmp_path, save_freq="epoch"), small.Stop(1, 2))
     saver.wait_for_all()
@@ -304,15 +304,15 @@ def test_texts(tmp_path: Path) -> None:
     assert list(steps) == sorted(steps)
     begins = "training starts with 1 workers, 1 replicas"
     assert texts[0] == begins
-    # The first attempt may end before its checkpoint is complete, of which nobody tells then.
+    # The first attempt may end before its checkpoint is complete, which is not logged then.
     place = texts.index("**worker-0 exited with code 1**")
     assert texts[place + 1] == begins
     assert texts[place + 2].startswith("training resumes after step 4, from ")
     assert texts[-1] == "training finished after step 12"
 
 
-def test_one_within_another(tmp_path: Path) -> None:
-    """A `fit` that a callback calls has a log of its own, and the other one goes on behind it."""
+def test_nested_fit(tmp_path: Path) -> None:
+    """A `fit` that a callback calls has its own log, and the outer log continues afterwards."""
 
     class Inner(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -327,8 +327,8 @@ def test_one_within_another(tmp_path: Path) -> None:
         assert names(found)[-1] == "Finished"
 
 
-def test_let_go(tmp_path: Path) -> None:
-    """Where an error has ended `fit`, neither the model nor a thread is kept for it."""
+def test_model_is_released_after_an_error(tmp_path: Path) -> None:
+    """After an error that ended `fit`, the log keeps neither the model nor its threads alive."""
     model = small.model()
     callbacks = [kd.RunLog(tmp_path), small.Stop(1, 2)]
     with pytest.raises(small.Interrupted):
@@ -346,16 +346,16 @@ def _threads() -> list[str]:
     return [name for name in names if name in ("keras_distplug-log", "keras_distplug-goodput")]
 
 
-def test_finished_already(tmp_path: Path) -> None:
-    """A run that is started again when it is finished trains nothing, and says nothing."""
+def test_already_finished(tmp_path: Path) -> None:
+    """A finished run that is started again trains nothing, and logs nothing."""
     fit(kd.defaults(tmp_path, save_freq="epoch"))
 
     fit(kd.defaults(tmp_path, save_freq="epoch"))
     assert len(logged(tmp_path)) == 1
 
 
-def test_left_out(tmp_path: Path) -> None:
-    """An update that is not applied, with the replica and the variable it came from."""
+def test_skipped_update(tmp_path: Path) -> None:
+    """A skipped update is logged, with its replica and the variable that caused it."""
     x = small.X.copy()
     x[8:16] = np.nan
     fit(kd.defaults(tmp_path, save_freq="epoch"), x=x, epochs=1, shuffle=False)
@@ -380,7 +380,7 @@ def test_rolled_back(tmp_path: Path) -> None:
 
 
 def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each, with the reason."""
+    """Every failed save is logged, with its reason."""
     stock = "keras_distplug.storage.commit.Writer.save"
 
     def fails(*_: Any) -> None:
@@ -402,7 +402,7 @@ def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_damaged(tmp_path: Path) -> None:
-    """A checkpoint that is set aside."""
+    """A quarantined checkpoint is logged."""
     callbacks = kd.defaults(tmp_path, save_freq="epoch")
     callbacks[0].saving = kd.Saving(on_busy="wait")
     with pytest.raises(small.Interrupted):
@@ -418,18 +418,18 @@ def test_damaged(tmp_path: Path) -> None:
     assert second.began.step == 4
 
 
-def test_told_to_go(tmp_path: Path) -> None:
-    """Why, to whom, and with which checkpoint."""
+def test_preempted(tmp_path: Path) -> None:
+    """A preemption is logged, with its cause, the worker that was notified, and the checkpoint."""
     handler = kd.PreemptionHandler(exit=False, cloud=False)
 
-    class Tells(keras.callbacks.Callback):
+    class Preempts(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if not handler._received:
                 os.kill(os.getpid(), signal.SIGTERM)
                 _wait_until(lambda: handler._stop.is_due() is not None)
 
     with pytest.raises(kd.errors.Preempted):
-        fit(kd.defaults(tmp_path, save_freq="epoch"), handler, Tells())
+        fit(kd.defaults(tmp_path, save_freq="epoch"), handler, Preempts())
     [found] = logged(tmp_path)
     [told] = of_kind(found, events.Preempted)
     assert (told.what, told.is_user) == ("SIGTERM", False)
@@ -441,7 +441,7 @@ def test_told_to_go(tmp_path: Path) -> None:
 
 
 def test_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is the matter, while it is."""
+    """A hang is logged while it lasts, with its description."""
     told = threading.Event()
 
     def report(event: Event) -> None:
@@ -464,12 +464,12 @@ def test_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_straggler(tmp_path: Path) -> None:
     straggler = Straggler("compute", 1, "worker-1 on a", 3, 0.2, 0.1, None)
 
-    class Tells(keras.callbacks.Callback):
+    class Reports(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
                 kd.StragglerWatchdog()._report_found(straggler)
 
-    fit(kd.defaults(tmp_path, save_freq="epoch"), Tells())
+    fit(kd.defaults(tmp_path, save_freq="epoch"), Reports())
     [found] = logged(tmp_path)
     [told] = of_kind(found, events.SlowReplica)
     assert (told.cause, told.rank, told.replica, told.own_s) == ("compute", 1, 3, 0.2)
@@ -484,8 +484,8 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_own_folder(tmp_path: Path) -> None:
-    """Without a BackupAndRestore, in a folder that is given; one of the user's own takes the place
-    of that of `defaults()`."""
+    """Without a BackupAndRestore, the log is in the given folder. The user's own instance replaces
+    the one of `defaults()`."""
     fit([kd.RunLog(tmp_path / "a")])
     [found] = logged(tmp_path / "a", "")
     assert found.entries[-1].event == events.Finished(12, 3, False)
@@ -494,9 +494,9 @@ def test_own_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "run-0001" / "log").exists()
 
 
-def test_one_after_the_other(tmp_path: Path) -> None:
-    """Without a BackupAndRestore each is a training of its own: another model's repeats nothing,
-    and the same model's goes on."""
+def test_consecutive_fits(tmp_path: Path) -> None:
+    """Without a BackupAndRestore, every `fit` is a separate training: that of another model repeats
+    nothing, and that of the same model continues."""
     model = fit([kd.RunLog(tmp_path)])
     fit([kd.RunLog(tmp_path)])
     model.fit(small.X, small.Y, batch_size=8, verbose=0, callbacks=[kd.RunLog(tmp_path)])
@@ -506,8 +506,8 @@ def test_one_after_the_other(tmp_path: Path) -> None:
     assert [each.lost_steps for each in goodput_totals.attempts(fits)] == [0, 0, 0]
 
 
-def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one `fit`, time goes on, and so do the curves."""
+def test_clock_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one `fit`, times and steps of curves never decrease, even if the clock is set back."""
     stock, back_s = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: stock() - back_s[0])
 
@@ -527,8 +527,8 @@ def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert steps == sorted(steps)
 
 
-def test_no_way_on(tmp_path: Path) -> None:
-    """NaNWatchdog's end of a training is the end that is told."""
+def test_ended_by_nan_watchdog(tmp_path: Path) -> None:
+    """If NaNWatchdog ends training, its error is the logged end."""
     x = np.full_like(small.X, np.nan)
     watchdog = kd.NaNWatchdog(max_skips=1, max_rollbacks=0)
     with pytest.raises(kd.errors.NonFiniteError):
@@ -556,7 +556,7 @@ small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.RunLog(sys.argv[1])
 
 @pytest.mark.timeout(300)
 def test_error_that_ends_the_process(tmp_path: Path) -> None:
-    """It is the last that is told, and Python tells of it as ever."""
+    """An error that ends the process is the last log entry, and Python reports it as usual."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", _FAILS, str(tmp_path)],
@@ -573,8 +573,8 @@ def test_error_that_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During a slow callback, heartbeats say that the process is alive, and how far training is;
-    after an error that has ended `fit`, there are none."""
+    """During a slow callback, heartbeats show that the process is alive, and its step. They stop
+    after an error that ended `fit`."""
     monkeypatch.setattr(log_files, "_BEAT_SECS", 0.02)
     beats = tmp_path / "log"
 
@@ -602,7 +602,7 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_a_store() -> None:
-    """In a store it goes to files that count by their number."""
+    """A log in a store can be read completely."""
     directory = f"memory://{uuid.uuid4().hex}"
     fit(kd.defaults(directory, save_freq="epoch"))
     [found] = logged(directory)
@@ -611,7 +611,7 @@ def test_in_a_store() -> None:
 
 
 def test_curves_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's files come there whole, one after the other."""
+    """TensorBoard's files are uploaded to a store one after the other, as whole files."""
     monkeypatch.setattr("keras_distplug.runlog.sinks.UploadPace.every_secs", 0.0)
     directory = f"memory://{uuid.uuid4().hex}"
     fit(kd.defaults(directory, save_freq="epoch"))
@@ -631,7 +631,7 @@ def test_curves_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_store_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Curves that do not reach it are told of, once, and training goes on."""
+    """Curves that a store does not accept are reported once, and training continues."""
     monkeypatch.setattr("keras_distplug.runlog.sinks.UploadPace.every_secs", 0.0)
 
     def fails(files: Any, path: str, parts: Any, stock: Any = RemoteFiles.create) -> None:
@@ -669,7 +669,7 @@ def test_options_without_a_folder() -> None:
 
 
 def test_folder_that_cannot_be_written_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Training goes on, and it is told once."""
+    """Training continues, and the failure is reported once."""
     (tmp_path / "log").write_text("in the way")
     fit([kd.RunLog(tmp_path)])
     log_files._close_all()
@@ -677,7 +677,7 @@ def test_folder_that_cannot_be_written_to(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_evaluate_and_predict(tmp_path: Path) -> None:
-    """Given to `evaluate` and `predict`, it does nothing."""
+    """The callback has no effect in `evaluate` and `predict`."""
     model = fit([])
     model.evaluate(small.X, small.Y, verbose=0, callbacks=[kd.RunLog(tmp_path)])
     model.predict(small.X, verbose=0, callbacks=[kd.RunLog(tmp_path)])
@@ -688,7 +688,7 @@ def test_evaluate_and_predict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
 @pytest.mark.parametrize("executions", [1, 3])
 def test_same_bits(strategy: str, executions: int, tmp_path: Path) -> None:
-    """Not a bit of the training changes, and of several replicas each is told of."""
+    """Training is bit-identical with and without the log, which has the times of all replicas."""
 
     def trained(*callbacks: keras.callbacks.Callback) -> list[bytes]:
         chosen = tf.distribute.get_strategy()

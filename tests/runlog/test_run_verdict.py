@@ -1,4 +1,4 @@
-"""The judgement of the first screen: the right state at the right time, and the answers to the
+"""The verdict on the first screen: the right state at the right time, and the answers to the
 questions of an engineer on call."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def worker(
     first_step: int = 0,
     window_s: float = 1.0,
 ) -> Fit:
-    """A worker's fit; `more` are events with their seconds since the last window."""
+    """Returns a worker's `fit`; `more` are events with their seconds since the last window."""
     began = events.Began(
         f"session-{attempt}", rank, workers, workers, f"node-{rank}", 1, "Strategy", 4, first_step,
         {}, True, None, steps_per_epoch,
@@ -67,7 +67,7 @@ def judge(
 
 
 def said(after: float, event: Event, attempt: int = 0) -> Entry:
-    """A supervisor's event, so many seconds after the last window."""
+    """Returns a supervisor's event, this many seconds after the last window."""
     return Entry(BEGIN + 30 + after, SUPERVISOR, event, "j", attempt)
 
 
@@ -97,15 +97,15 @@ def test_silence(after: float, state: State, heard: str) -> None:
         assert found.where == ("worker-0 on node-0",)
 
 
-def test_changes_without_news() -> None:
-    """The page asks again when the state may have changed, and not before."""
+def test_time_of_the_next_check() -> None:
+    """The verdict says until when it holds: the page asks again then, and not before."""
     for after, until in ((1.0, 12.0), (13.0, 15.0), (20.0, 60.0)):
         assert judge([worker()], END + after).until == END + until
     assert judge([worker()], END + 100).until == float("inf")
 
 
 def test_store() -> None:
-    """A log in a store arrives late: silence is judged as much later."""
+    """Log entries in a store arrive late, so silence is judged with the same delay."""
     assert judge([worker()], END + 80, delay_secs=70).state is State.TRAINING
     assert judge([worker()], END + 90, delay_secs=70).state is State.SILENT
     assert judge([worker()], END + 140, delay_secs=70).state is State.DEAD
@@ -130,13 +130,14 @@ def test_heartbeats_without_steps(beaten: events.Beat, state: State) -> None:
 
 
 def test_slow_steps_are_no_stall() -> None:
-    """Steps of 6 s may take a minute once in a while."""
+    """Slow steps have a longer limit: a step that usually takes 6 s may take 20 s."""
     fit = worker(10, (5.0, beat(20.0)), window_s=60.0)
     assert judge([fit], fit.ends_at + 1).state is State.TRAINING
 
 
 def test_worker_that_others_wait_for() -> None:
-    """It is named: the one that is elsewhere, or the one that says nothing any more."""
+    """The worker that the others wait for is named: one that is not in a step, or one that is
+    silent."""
     waits = worker(30, (20.0, beat(20.0)), workers=2)
     elsewhere = worker(30, (20.0, beat(20.0, "other")), rank=1, workers=2)
     found = judge([waits, elsewhere], END + 21)
@@ -152,7 +153,7 @@ def test_worker_that_others_wait_for() -> None:
 
 
 def test_hang() -> None:
-    """HangWatchdog's report counts at once, until steps are trained again."""
+    """HangWatchdog's report takes effect immediately, until steps are trained again."""
     hang = events.Hung("worker-1 does not take part in step 301")
     found = judge([worker(30, (2.0, hang), job="j")], END + 3, [said(-40, STARTED)])
     assert (found.state, found.level, found.cause) == (State.STALLED, "bad", hang.what)
@@ -179,7 +180,7 @@ STARTED = events.Started(("worker-0",), (0,))
         ([said(-29.5, events.Training(5.0, "a kill"))], 1, State.TRAINING, "yes"),
     ],
 )  # fmt: skip
-def test_supervisor_knows_more(
+def test_state_from_the_supervisor(
     supervised: list[Entry], now: float, state: State, recovery: str
 ) -> None:
     found = judge([worker(job="j")], END + now, [said(-40, STARTED), *supervised])
@@ -191,7 +192,7 @@ def test_supervisor_knows_more(
 
 
 def test_error_of_a_worker() -> None:
-    """The supervisor knows its exit code, and the log what it raised."""
+    """The cause combines the exit that the supervisor observed and the error that was logged."""
     raised = events.Raised("ValueError: no room")
     told = [said(-40, STARTED), said(1, failed(1)), said(2, events.Ended(1, "gave up"))]
     found = judge([worker(30, (0.5, raised), job="j")], END + 3, told)
@@ -199,10 +200,10 @@ def test_error_of_a_worker() -> None:
     assert found.advice.startswith("Fix the error")
 
 
-def test_being_started() -> None:
+def test_starting() -> None:
     assert judge([], BEGIN, [said(-31, STARTED)]).state is State.STARTING
-    begun = judge([worker(0)], BEGIN + 5)
-    assert (begun.state, begun.level) == (State.STARTING, "good")
+    starting = judge([worker(0)], BEGIN + 5)
+    assert (starting.state, starting.level) == (State.STARTING, "good")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_being_started() -> None:
     ],
 )
 def test_ends(event: Event, state: State) -> None:
-    """What a worker says of its end stays the state, however long ago it was."""
+    """The end that a worker has logged remains the state, however long ago it was."""
     for after in (1, 1_000_000):
         found = judge([worker(30, (0.5, event))], END + after)
         assert (found.state, found.since, found.has_ended) == (state, END + 0.5, True)
@@ -223,8 +224,8 @@ def test_ends(event: Event, state: State) -> None:
         assert not found.is_training
 
 
-def test_lost_without_a_checkpoint_behind() -> None:
-    """How many steps are lost is claimed only if the log has the last ones."""
+def test_lost_steps_without_a_later_checkpoint() -> None:
+    """The number of lost steps is only claimed if the log extends to the end."""
     saved = {300: CheckpointState("committed", True)}
     save = events.Saved(300, 0.1, False, 0.01, 1000)
     killed = judge([worker(30, (0.1, save))], END + 100, checkpoints=saved)
@@ -234,15 +235,16 @@ def test_lost_without_a_checkpoint_behind() -> None:
     assert (failed.state, failed.lost) == (State.FAILED, "nothing")
 
 
-def test_other_worker_says_so() -> None:
-    """A worker that died says nothing; another one that has lost it does."""
+def test_death_reported_by_another_worker() -> None:
+    """A dead worker is named by another worker that lost it."""
     survivor = worker(30, (10.0, events.PeerLost("worker-1 on node-1")), workers=2)
     found = judge([survivor, worker(30, rank=1, workers=2)], END + 11)
     assert (found.state, found.where) == (State.DEAD, ("worker-1 on node-1",))
 
 
 def test_slow() -> None:
-    """Compared with its own past, or because of a straggler, until that has recovered."""
+    """A run is slow compared with its own past, or because of a straggler that has not
+    recovered."""
     windows = [(float(n), Window(300 + n, 1, 0, {"step": 1.0}, 1.0)) for n in range(1, 31)]
     found = judge([worker(100, *windows)], END + 101)
     assert found.progress.relative_speed == pytest.approx(0.1)
@@ -271,7 +273,7 @@ def test_slow_callbacks_are_not_slow_training() -> None:
 
 
 def test_progress() -> None:
-    """Steps and epochs of how many, speed, time left and loss."""
+    """Progress has steps and epochs with their totals, speed, time left and loss."""
     found = judge([worker()], END + 1).progress
     assert (found.step, found.steps, found.epoch, found.epochs) == (300, 4000, 1, 4)
     assert found.speed == pytest.approx(10)
@@ -280,7 +282,7 @@ def test_progress() -> None:
     ended = events.EpochEnded(0, 300, {"loss": 0.5, "val_loss": 0.75})
     fit = worker(30, (0.1, ended), steps_per_epoch=None)
     found = judge([fit], END + 1).progress
-    assert found.steps == 1200  # the first epoch has shown how many an epoch has
+    assert found.steps == 1200  # the first epoch has shown the number of steps
     assert dict(found.logs)["val_loss"] == 0.75
     assert judge([worker(steps_per_epoch=None)], END + 1).progress.steps is None
     restored = events.Restored(500, 1, 200, "there")
@@ -288,15 +290,15 @@ def test_progress() -> None:
     assert judge([again], END).progress.steps == 1200
 
 
-def left_out(batch: int = 17, variable: str = "dense/kernel") -> events.UpdateLeftOut:
+def skipped_update(batch: int = 17, variable: str = "dense/kernel") -> events.UpdateLeftOut:
     what = f"batch {batch}: the gradient of {variable} has a NaN"
     return events.UpdateLeftOut(0, batch, 1, (1,), ("worker-1 on a",), variable, what=what)
 
 
 def test_groups() -> None:
-    """Equal incidents are one group, the newest group is first, and each says what to do."""
+    """Equal incidents are one group, the newest group is first, and every group has advice."""
     save = events.SaveFailed(10, 1, False, "[Errno 28] No space left on device")
-    told = [left_out(n) for n in range(5)] + [save, left_out(9, "other")]
+    told = [skipped_update(n) for n in range(5)] + [save, skipped_update(9, "other")]
     fit = worker(30, *((0.1 * n, event) for n, event in enumerate(told)))
     other, failed_save, first = judge([fit], END + 1).groups
     assert (first.title, first.count, first.replicas) == ("NaN in `dense/kernel`", 5, (1,))
@@ -324,7 +326,7 @@ def test_origin_of_nan() -> None:
     """Incidents of one origin are equal, although their numbers differ."""
     told = [
         dataclasses.replace(
-            left_out(n), origin=f"the batch: {n} of 128 values in `x` are not finite"
+            skipped_update(n), origin=f"the batch: {n} of 128 values in `x` are not finite"
         )
         for n in (8, 16)
     ]
@@ -337,8 +339,8 @@ def test_command_lines_are_quoted() -> None:
 
 
 def test_eight_questions() -> None:
-    """Which worker, since when, what was lost, is a checkpoint safe, what is the cause, does it
-    recover on its own, what is slow, what next: after a kill."""
+    """After a kill, the verdict names the worker, the time, the lost steps, the safe checkpoint,
+    the cause, the expected recovery, the speed, and the next action."""
     fits, supervised, _ = logged.fits(4, 100)
     first = [fit for fit in fits if fit.began.session == "session-0"]
     supervised = supervised[:2]
@@ -359,8 +361,9 @@ def test_eight_questions() -> None:
     assert without.lost == "at least 500 steps (since checkpoint 500)"
 
 
-def test_supervisor_that_is_gone() -> None:
-    """It would have reported that all workers are silent: nobody restarts them."""
+def test_vanished_supervisor() -> None:
+    """A supervisor would have reported that all workers are silent. If it did not, it is gone, and
+    no worker will be restarted."""
     found = judge([worker(job="j")], END + 100, [said(-40, STARTED)])
     assert (found.state, found.has_ended) == (State.DEAD, True)
     assert found.recovery.startswith("no")

@@ -1,4 +1,5 @@
-"""What a page shows of a run: right numbers, in a size that does not grow with it."""
+"""The data that a page shows of a run: correct numbers, in a size that does not grow with the
+run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def shown() -> dict[str, Any]:
 
 
 def test_headline(shown: dict[str, Any]) -> None:
-    """The share, the state, and the newest checkpoint that counts."""
+    """The headline has goodput, the state, and the newest checkpoint that counts."""
     wall_s = 2 * (10 + WINDOWS) + 5 + 2
     assert shown["end"] - shown["begin"] == pytest.approx(wall_s)
     assert sum(shown["secs"].values()) == pytest.approx(wall_s)
@@ -46,7 +47,7 @@ def test_headline(shown: dict[str, Any]) -> None:
 
 
 def test_headline_alone(shown: dict[str, Any]) -> None:
-    """It is part of the summary, and small."""
+    """The headline can be computed alone: it is the same as in the summary, and small."""
     fits, supervised, end = logged.fits(4, WINDOWS)
     alone = headline("run-0001", fits, supervised, end + 9999, LOOKED)
     assert alone == {key: shown[key] for key in alone}
@@ -62,7 +63,7 @@ def restored(step: int, *, is_local: bool = False) -> events.Restored:
 
 
 def fit_of(*told: events.Event, session: str = "s", begin: float = 1000.0) -> Fit:
-    """A worker's, that tells something each second."""
+    """Returns the `fit` of a worker that logs an event every second."""
     began = events.Began(session, 0, 1, 1, "node", 1, "Strategy", 9, 0)
     entries = [Entry(begin + at, "worker-0", each) for at, each in enumerate((began, *told))]
     return Fit(began, tuple(entries))
@@ -70,7 +71,7 @@ def fit_of(*told: events.Event, session: str = "s", begin: float = 1000.0) -> Fi
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_verified_by_reading(is_local: bool) -> None:
-    """Who takes a checkpoint up has read it back; what was saved since is not verified by that."""
+    """Restoring a checkpoint verifies it; later checkpoints are not verified by that."""
     first = fit_of(saved(10, is_local=is_local))
     told = [restored(10, is_local=is_local), saved(20, is_local=is_local)]
     second = fit_of(*told, session="t", begin=2000.0)
@@ -85,8 +86,8 @@ def test_verified_by_reading(is_local: bool) -> None:
     assert summary("a", [first, other_tier], [], 3000.0)["last_checkpoint"] is None
 
 
-def test_read_back_and_damaged_since() -> None:
-    """What was seen last counts."""
+def test_damaged_after_it_was_read_back() -> None:
+    """A checkpoint that was read back, and was damaged since, does not count."""
     fits = [fit_of(saved(10)), fit_of(restored(10), session="t", begin=2000.0)]
     shown = summary("a", fits, [], 3000.0, {10: CheckpointState("damaged", False)})
     assert shown["last_checkpoint"] is None
@@ -102,8 +103,8 @@ def test_attempts(shown: dict[str, Any]) -> None:
     assert (second["first_step"], second["last_step"]) == (950, 1950)
 
 
-def test_area(shown: dict[str, Any]) -> None:
-    """Each stretch is whole, and all of them together are the seconds of each category."""
+def test_area_chart(shown: dict[str, Any]) -> None:
+    """The shares of every interval sum to one, and those of every category to its seconds."""
     shares, width = shown["area"]["shares"], shown["area"]["width"]
     for stretch in zip(*shares.values(), strict=True):
         assert sum(stretch) == pytest.approx(1, abs=1e-3)
@@ -111,8 +112,8 @@ def test_area(shown: dict[str, Any]) -> None:
         assert sum(values) * width == pytest.approx(shown["secs"][category], abs=0.05)
 
 
-def test_heat(shown: dict[str, Any]) -> None:
-    """A row for each replica, and nothing where nobody trained."""
+def test_heatmap(shown: dict[str, Any]) -> None:
+    """There is a row for every replica, and no value while no worker trained."""
     heat = shown["heat"]
     assert [each["replica"] for each in heat["rows"]] == [0, 1, 2, 3]
     assert heat["rows"][2]["where"] == "worker-2 on node-2"
@@ -124,9 +125,9 @@ def test_heat(shown: dict[str, Any]) -> None:
 
 
 def test_ranking(shown: dict[str, Any]) -> None:
-    """The slowest first, with what was told of it."""
+    """The slowest replica is first, with the findings about it."""
     first, *others = shown["ranking"]
-    # What others wait for is compute, 140 for 70 ms, and input, 10 ms of each.
+    # The others wait for compute (140 instead of 70 ms) and input (10 ms on all replicas).
     assert (first["replica"], first["score"], first["told"]) == (logged.SLOW, 0.533, ["compute"])
     assert (first["compute_ms"], first["input_ms"], first["sync_ms"]) == (140, 10, 10)
     assert [each["score"] for each in others] == [1.0] * 3
@@ -134,7 +135,7 @@ def test_ranking(shown: dict[str, Any]) -> None:
 
 
 def test_incidents(shown: dict[str, Any]) -> None:
-    """The newest group first."""
+    """The newest group is first."""
     straggler, skipped, failed = shown["incidents"]
     assert [straggler["kind"], skipped["kind"], failed["kind"]] == [
         "slow_replica",
@@ -161,26 +162,30 @@ def window(
     return events.Window(step, steps, 0, {"step": 1.0}, 0.1, input_s, None, replicas)
 
 
-def told(shown: dict[str, Any]) -> dict[int, list[str]]:
+def findings_of(shown: dict[str, Any]) -> dict[int, list[str]]:
     return {each["replica"]: each["told"] for each in shown["ranking"]}
 
 
-def test_only_the_replica_that_is_slow_is_told_of() -> None:
-    """Not the others of its worker; what is the worker's is told of all of its replicas."""
+def test_only_the_slow_replica_is_marked() -> None:
+    """A finding about a replica is not shown for the others of its worker; one about a worker is
+    shown for all of its replicas."""
     windows = [window(10 * n, 10, (0.2, 0.0), (0.1, 0.1)) for n in range(1, 4)]
-    assert told(summary("a", [fit_of(*windows, slow(0))], [], 2000.0)) == {0: ["compute"], 1: []}
+    assert findings_of(summary("a", [fit_of(*windows, slow(0))], [], 2000.0)) == {
+        0: ["compute"],
+        1: [],
+    }
     both = summary("a", [fit_of(*windows, slow(0), slow(None, "input"))], [], 2000.0)
-    assert told(both) == {0: ["compute", "input"], 1: ["input"]}
+    assert findings_of(both) == {0: ["compute", "input"], 1: ["input"]}
 
 
-def test_straggler_that_is_none_any_more() -> None:
+def test_recovered_straggler() -> None:
     windows = [window(10 * n, 10, (0.2, 0.0), (0.1, 0.1)) for n in range(1, 4)]
     over = fit_of(*windows, slow(0), slow(None, "input"), slow(0, is_over=True))
-    assert told(summary("a", [over], [], 2000.0)) == {0: ["input"], 1: ["input"]}
+    assert findings_of(summary("a", [over], [], 2000.0)) == {0: ["input"], 1: ["input"]}
 
 
-def test_ranking_is_of_lately() -> None:
-    """Who was slow long ago, and is not any more, does not stand first for that."""
+def test_ranking_is_recent() -> None:
+    """A replica that was slow long ago, but not since, is not ranked first."""
     before = [window(10 * n, 10, (0.9, 0.0), (0.1, 0.8)) for n in range(1, 101)]
     since = [window(10 * n, 10, (0.1, 0.1), (0.2, 0.0)) for n in range(101, 131)]
     first, second = summary("a", [fit_of(*before, *since)], [], 2000.0)["ranking"]
@@ -189,7 +194,7 @@ def test_ranking_is_of_lately() -> None:
 
 
 def test_ranking_by_input() -> None:
-    """A worker whose data come late keeps others waiting as one that computes slowly does."""
+    """A worker whose data is late delays the others as much as one that computes slowly."""
     fits = []
     for rank, input_s in enumerate((0.0, 0.3)):
         began = events.Began("s", rank, 2, 2, f"node-{rank}", 1, "Strategy", 9, 0)
@@ -204,8 +209,8 @@ def test_ranking_by_input() -> None:
     assert (first["input_ms"], first["score"]) == (300, round(0.1 / 0.39, 3))
 
 
-def test_same_incident_twice() -> None:
-    """Of another `fit`, attempt or job, or another rollback, it is another one."""
+def test_repeated_incidents() -> None:
+    """Incidents of different fits, jobs or rollbacks are counted separately."""
     told = events.SaveFailed(10, 1, False, "no space")
     fits = [fit_of(told, told), fit_of(told, session="t", begin=2000.0)]
     died = events.Failed("worker-0", "killed", 137, "worker-0 was killed")
@@ -218,8 +223,9 @@ def test_same_incident_twice() -> None:
     assert rolled_back["count"] == 2
 
 
-def test_only_begun() -> None:
-    """What is shown does not depend on when somebody looks, and all of it lies in its time."""
+def test_only_started() -> None:
+    """The summary of a run that has only started does not depend on the current time, and covers
+    all of its entries."""
     fits = [fit_of()]
     shown = summary("a", fits, [], 2000.0)
     assert (shown["begin"], shown["end"]) == (1000.0, 1000.0)
@@ -231,7 +237,7 @@ def test_only_begun() -> None:
 
 
 def many(workers: int, replicas: int, windows: int) -> list[Fit]:
-    """Replica 7 is slow always, and replica 3 for one window."""
+    """Returns fits in which replica 7 is always slow, and replica 3 in one window."""
     found = []
     for rank in range(workers):
         own = [rank * replicas + number for number in range(replicas)]
@@ -253,8 +259,8 @@ def many(workers: int, replicas: int, windows: int) -> list[Fit]:
 
 
 def test_many_replicas() -> None:
-    """More than a page has rows for: the slowest, and of all of them the extremes in each
-    stretch of time, so that nothing that was slow is left out."""
+    """With more replicas than a page has rows, it shows the slowest ones, and the extremes of all
+    replicas in every interval, so that no slow one is hidden."""
     shown = summary("a", many(64, 4, 240), [], 5000.0)
     heat = shown["heat"]
     assert heat["replicas"] == 256
@@ -276,22 +282,22 @@ def test_many_replicas() -> None:
 
 
 def test_size() -> None:
-    """64 workers of 20,000 steps fit into half a megabyte."""
+    """The summary of 64 workers with 20,000 steps is smaller than half a megabyte."""
     fits, supervised, end = logged.fits(64, 1000)
     text = json.dumps(summary("run-0001", fits, supervised, end), allow_nan=False)
     assert len(text) < 500_000
 
 
 def test_many_attempts() -> None:
-    """A job that is killed again and again does not make the page grow for ever."""
+    """The page has a limited size, however often a job was killed."""
     fits = [fit_of(saved(1), session=str(n), begin=1000.0 + 10 * n) for n in range(1000)]
     shown = summary("a", fits, [], 20_000.0)
     assert (shown["attempted"], len(shown["attempts"])) == (1000, 200)
     assert shown["attempts"][-1]["number"] == 1000
 
 
-def test_told_by_all() -> None:
-    """What several workers tell of is one incident."""
+def test_reported_by_all_workers() -> None:
+    """An incident that several workers log is one incident."""
     fits, _, end = logged.fits(2, 10)
     lost = events.Preempted("SIGTERM", "worker-0 on a", False, 20)
     fits = [

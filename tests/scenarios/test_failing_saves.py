@@ -79,7 +79,7 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
         assert outcome(tmp_path / "b", worker) == outcome(tmp_path / "a", 0)
 
 
-def test_one_worker_never_can(tmp_path: Path) -> None:
+def test_one_worker_can_never_write(tmp_path: Path) -> None:
     """After three failed saves on one of two workers, both end with the error.
 
     On working storage, they resume from the last commit.

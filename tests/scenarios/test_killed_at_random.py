@@ -57,7 +57,7 @@ def compare(train: Train, setup: str, seed: int) -> None:
         assert differences(outcome, expected[worker]) == []
 
 
-# Except for the kills, only the seed's parity matters: there is one uninterrupted run for each.
+# Except for the kills, only the seed's parity matters: there are two uninterrupted runs.
 SEEDS = {"single": (1,), "mirrored": (1,), "2 workers x 2": (8,)}
 
 

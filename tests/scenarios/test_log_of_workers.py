@@ -88,14 +88,14 @@ def test_attempts(job: Job) -> None:
     assert restored == [second.first_step] * 2
     assert first.last_step - second.first_step == first.lost_steps
     assert (second.end, second.lost_steps) == ("finished", 0)
-    # The terminal says the same, with exact numbers.
+    # The terminal shows the same, with exact numbers.
     assert (first.number, second.number) == (1, 2)
     lost = Before(1, first.last_step, has_told_all=True).loss(second.first_step)
     assert f"(attempt 2; {lost})" in job.output
 
 
 def test_time_of_the_whole_job(job: Job) -> None:
-    """The categories add up to the time from the supervisor's start to its end."""
+    """The categories add up to the time from the supervisor's start to its exit."""
     found = goodput_totals.spans(goodput_totals.chiefs(job.fits), job.supervised)
     secs = goodput_totals.totals(found)
     wall_s = job.noted[-1].at - job.noted[0].at

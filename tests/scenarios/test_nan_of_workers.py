@@ -40,7 +40,7 @@ def test_same_findings(found: list[dict[str, Any]]) -> None:
     assert found[0] == found[1]
 
 
-def test_no_fault(found: list[dict[str, Any]]) -> None:
+def test_without_faults(found: list[dict[str, Any]]) -> None:
     """Training without faults is bit-identical with and without the watchdog."""
     bare, watched = found[0]["bare"], found[0]["watched"]
     assert watched["reported"] == []
@@ -80,7 +80,7 @@ def test_rollback(found: list[dict[str, Any]]) -> None:
 
 
 def test_rollback_does_not_help(found: list[dict[str, Any]]) -> None:
-    """If that does not help, all workers end training."""
+    """If a rollback does not help, all workers end training."""
     ended = found[0]["no more"]
     assert ended["error"].startswith(
         "2 consecutive updates skipped (non-finite values or outliers), and there is no che"

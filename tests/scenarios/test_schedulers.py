@@ -98,7 +98,7 @@ def test_shellcheck() -> None:
         (201, 10, False),
     ],
 )
-def test_codes_of_srun(
+def test_exit_codes_of_srun(
     code: int, restarts: int, is_requeued: bool, slurm: FakeSlurm, tmp_path: Path
 ) -> None:
     """Unexpected exits requeue the job, a limited number of times; recurring errors do not.

@@ -1,4 +1,4 @@
-"""What a user sees on the terminal of a job with several workers."""
+"""The terminal output of a job with several workers, as a user sees it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KILLS = 3
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """With both trackers, and without a server."""
+    """Returns an environment with both trackers, and without a server."""
     for module in ("wandb", "mlflow", "alembic", "pandas"):
         if not is_installed(module):
             missing(module, "Run pip install '.[test-trackers]'.")
@@ -53,7 +53,7 @@ def start(env: dict[str, str], folder: Path, started: list[Watched], *arguments:
 
 
 def marked(folder: Path) -> int:
-    """The last step that wandb may have received."""
+    """Returns the last step that wandb may have received."""
     marks = folder.rglob("log/trackers/wandb/*.*")
     return max((int(each.stem) for each in marks if each.suffix in (".step", ".epoch")), default=-1)
 
@@ -64,7 +64,7 @@ def epoch_of(printed: str) -> int:
 
 def finish(env: dict[str, str], folder: Path, started: list[Watched], *arguments: str) -> str:
     """Lets the training end soon after where the last process was killed."""
-    epochs = epoch_of(started[-1].output) + 3  # further than what was logged
+    epochs = epoch_of(started[-1].output) + 3  # further than the log
     last = start(env, folder, started, "--epochs", str(epochs), *arguments)
     last.wait_for(f"after {epochs} epochs", TIMEOUT_S)
     assert last.wait(TIMEOUT_S) == 0, last.output
@@ -72,7 +72,7 @@ def finish(env: dict[str, str], folder: Path, started: list[Watched], *arguments
 
 
 def test_three_kills(env: dict[str, str], tmp_path: Path, started: list[Watched]) -> None:
-    """After three kills, MLflow and wandb have one run each. Its steps increase strictly, though
+    """After three kills, MLflow and wandb have a single run. Its steps increase strictly, although
     batches were trained again, and every kill is an incident."""
     mlflow = MlflowFile(tmp_path / "mlflow.db")
     for kills in range(KILLS):
@@ -114,7 +114,7 @@ def test_three_kills(env: dict[str, str], tmp_path: Path, started: list[Watched]
 
 
 @pytest.mark.nightly
-def test_their_callbacks(env: dict[str, str], tmp_path: Path, started: list[Watched]) -> None:
+def test_callbacks_of_trackers(env: dict[str, str], tmp_path: Path, started: list[Watched]) -> None:
     """Their own Keras callbacks, in runs that the script opens and RunLog shares, resume the same
     run after a kill; RunLog logs no step twice there, either."""
     mlflow = MlflowFile(tmp_path / "mlflow.db")

@@ -125,7 +125,7 @@ def test_removed_after_fit() -> None:
     assert len(norms.norms) == 2 * BATCHES
 
 
-def test_traced_again() -> None:
+def test_retraced() -> None:
     """A step is only traced again if an instrument would build other operations."""
 
     class Scales(kd.StepInstrument):

@@ -163,7 +163,7 @@ def test_marked_by_another_process(url: str) -> None:
     assert there(url) == [3, 4, 5]
 
 
-def test_old_one_marked_by_another_process(url: str) -> None:
+def test_outdated_checkpoint_marked_by_another_process(url: str) -> None:
     """A marked checkpoint is not deleted when it becomes outdated, either."""
     saving = Checkpoints(open_files(url), keep_last=1)
     saving.save(state(1))
@@ -212,7 +212,7 @@ def test_deleted_by_another_process(url: str, keep_last: int) -> None:
 
 
 def test_deleted_during_a_save(url: str) -> None:
-    """Neither does one that is deleted while the next one is written."""
+    """A checkpoint that is deleted while the next one is written does not count either."""
     files = open_files(url)
     saving = Checkpoints(files)
     for step in (1, 2, 3):
@@ -318,7 +318,7 @@ def test_read_once(tmp_path: Path) -> None:
     assert files.reads == {name(3): 1, name(4): 1, name(5): 1, name(6): 1}
 
 
-def test_save_of_a_step_that_failed(url: str) -> None:
+def test_second_save_of_a_step(url: str) -> None:
     """A step whose save failed is saved again as a whole, and no leftovers of the failure
     remain."""
     watched = WatchedFiles(open_files(url))

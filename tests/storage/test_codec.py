@@ -162,8 +162,8 @@ def test_open_format_of_other_types() -> None:
 
 
 def test_truncation() -> None:
-    """Of a file that is truncated at any point, only existing bytes are passed on, and it is
-    rejected; by its name, if it is truncated in the header."""
+    """If a file is truncated at any point, only existing bytes are passed on, and it is rejected;
+    by its name, if it is truncated in the header."""
     arrays = {"x": any_bits("float32", (4,)), "y": any_bits("int8", (3,))}
     data = encoded(arrays)
     header = 8 + int.from_bytes(data[:8], "little")
@@ -225,7 +225,7 @@ def test_many_sizes() -> None:
             assert np.array_equal(value, arrays[key]), key
 
 
-def test_pattern_of_a_piece_in_a_name() -> None:
+def test_name_that_looks_like_a_piece() -> None:
     """A variable whose name looks like a piece of another one is not confused with it."""
     arrays = {"x": np.arange(6.0), "x[0:3]": np.arange(4.0)}
     for world_size in (1, 2, 3):
@@ -286,7 +286,7 @@ def test_shares(world_size: int) -> None:
         assert abs(sum(piece.bytes for piece in share) - total / world_size) <= 16
 
 
-def test_what_a_share_splits() -> None:
+def test_split_variables() -> None:
     """Only variables at the borders of shares are split, and their names say so."""
     arrays = {name: np.zeros((4, 2), np.float32) for name in "abc"}
     specs = codec.make_specs(arrays)
@@ -298,7 +298,7 @@ def test_what_a_share_splits() -> None:
     assert {name: array.shape for name, array in half.items()} == {"a": (4, 2), "b[0:4]": (4,)}
 
 
-def test_value_that_changed_its_shape() -> None:
+def test_value_with_another_shape() -> None:
     """A value that does not match its spec is rejected by name."""
     pieces = codec.share(codec.make_specs({"x": np.zeros(3)}), 0, 1)
     with pytest.raises(

@@ -29,7 +29,7 @@ def test_stores_that_keep_promises(store: str, tmp_path: Path) -> None:
     assert open_files(url).names() == []
 
 
-# Stores with one fault each
+# Stores with a single fault
 
 
 class Replaces(LocalFiles):

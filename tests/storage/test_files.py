@@ -80,21 +80,21 @@ def test_large_files_are_flushed_while_they_are_written(
     """Flushing starts before the last part is written; a failed flush is reported even if the last
     one succeeds."""
     monkeypatch.setattr("keras_distplug.storage.stores.local._FLUSH_BYTES", 10)
-    begun, fsync = Event(), os.fsync
+    has_started, fsync = Event(), os.fsync
     failures: list[OSError] = []
 
     def flush(descriptor: int) -> None:
         if "flush" not in current_thread().name:
             return fsync(descriptor)
-        begun.set()
+        has_started.set()
         if failures:
             raise failures[0]
 
     def parts() -> Iterator[bytes]:
         yield NEW * 10
-        begun.clear()
+        has_started.clear()
         yield NEW * 10
-        assert begun.wait(timeout=60)
+        assert has_started.wait(timeout=60)
         yield NEW
 
     monkeypatch.setattr(os, "fsync", flush)

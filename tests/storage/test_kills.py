@@ -98,7 +98,7 @@ def saving(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_kill_at_every_call_of_two(victim: int, tmp_path: Path) -> None:
+def test_kill_of_one_of_two_workers_at_every_call(victim: int, tmp_path: Path) -> None:
     """One of two workers is killed at any system call of a save, and the other one because of that,
     as a supervisor does: either the previous checkpoint or the new one is the newest and intact,
     and both workers can continue."""

@@ -209,7 +209,7 @@ def test_attempts() -> None:
 
 @pytest.mark.parametrize("url", ["disk", "memory://{}"])
 def test_races(url: str, tmp_path: Path) -> None:
-    """Of several writers that claim at the same time, one wins, and the others are refused."""
+    """If several writers claim at the same time, one wins, and the others are refused."""
     for number in range(25):
         place = f"{tmp_path}/{number}" if url == "disk" else url.format(f"{tmp_path}/{number}")
         require_one_winner(open_files(place))

@@ -29,8 +29,8 @@ def test_order(threads: int, count: int) -> None:
     assert taken == list(range(count))
 
 
-def test_several_at_once() -> None:
-    """As many jobs as threads run concurrently, whichever finishes first."""
+def test_concurrent_jobs() -> None:
+    """Every thread runs a job concurrently, whichever finishes first."""
     threads = 3
     all_here = threading.Barrier(threads)
     last_first = [threading.Event() for _ in range(threads)]

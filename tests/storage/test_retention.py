@@ -26,7 +26,7 @@ def test_newest(keep_last: int, expected: list[int]) -> None:
     assert gone([1, 2, 3, 4], keep_last=keep_last) == expected
 
 
-def test_nothing_there() -> None:
+def test_no_checkpoints() -> None:
     assert gone([]) == []
 
 

@@ -139,7 +139,7 @@ def test_killed_deletion(tmp_path: Path) -> None:
 def test_killed_start(tmp_path: Path) -> None:
     """A process that is killed at any point while it starts a run leaves a complete run, or
     none."""
-    begun = []
+    was_started = []
     for number in itertools.count(1):
         files = LocalFiles(tmp_path / str(number))
 
@@ -149,7 +149,7 @@ def test_killed_start(tmp_path: Path) -> None:
 
         ended = ending(begin)
         run = newest_run(files)
-        begun.append(run is not None)
+        was_started.append(run is not None)
         assert run is None or run.record.seed == 5
         assert newest_run(files) == run
         if ended == 0:
@@ -158,11 +158,11 @@ def test_killed_start(tmp_path: Path) -> None:
         assert newest_run(files) != create_run(files, job=None, seed=6)
         assert newest_run(files).record.seed == 6
     assert number > 10
-    assert begun == sorted(begun)
-    assert set(begun) == {False, True}
+    assert was_started == sorted(was_started)
+    assert set(was_started) == {False, True}
 
 
-def test_one_folder_each(files: LocalFiles) -> None:
+def test_separate_folders(files: LocalFiles) -> None:
     """Processes that start runs at the same time get different folders."""
     count = 6
     begin = [lambda i=i: create_run(files, job=f"job-{i}", seed=i) for i in range(count)]

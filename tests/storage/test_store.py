@@ -353,7 +353,7 @@ def test_other_content(root: Path, other: TrainState) -> None:
 
 
 def test_repeats_in_order(root: Path) -> None:
-    """Of twelve checkpoints of one step, the last one saved is the newest, before and after
+    """If twelve checkpoints have the same step, the last one saved is the newest, before and after
     cleaning."""
     for value in range(12):
         store(root, keep_last=20).save(state(5, value=value))
@@ -570,7 +570,7 @@ def test_damage_that_cannot_be_recorded(root: Path) -> None:
 
 
 def test_damage_recorded_by_another_process(root: Path) -> None:
-    """Damage that two processes find at the same time is reported once by each of them."""
+    """Damage that two processes find at the same time is reported once by both of them."""
     for step in (1, 2):
         store(root).save(state(step))
     flip(the_shard(root / RUN / "step-00000002"), -1)
@@ -685,8 +685,8 @@ def test_cleaning_of_leftovers(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000005", "step-00000007"]
 
 
-def test_state_that_json_cannot_hold(root: Path) -> None:
-    """A state that cannot be written leaves nothing behind."""
+def test_unserializable_state(root: Path) -> None:
+    """A failed save of a state that cannot be written leaves no files behind."""
     with pytest.raises(SaveError, match="`history/loss/0`"):
         store(root).save(state(1, history={"loss": [np.float32(1)]}))
     assert contents(root) == {}

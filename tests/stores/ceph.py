@@ -29,7 +29,7 @@ PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-ad
 HOW = "Run apt-get install --no-install-recommends ceph-mon ceph-osd radosgw."
 COMMAND_TIMEOUT_S = 60
 KEYS = {"key": "test-key", "secret": "test-secret-of-s3"}
-# The keys of a user with a small quota and her bucket.
+# The keys of a user with a small quota, and that user's bucket.
 FULL_KEYS = {"key": "full-key", "secret": "full-secret-of-s3"}
 FULL_BUCKET, FULL_BYTES = "full", 2 * 2**20
 

@@ -37,7 +37,7 @@ STORES = {
 
 
 class Started:
-    """The stores that tests have requested, started once each."""
+    """The stores that tests have requested, each started once."""
 
     def __init__(self, stack: ExitStack, paths: pytest.TempPathFactory) -> None:
         self._stack = stack

@@ -50,7 +50,7 @@ def test_listed_sizes(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", OBJECT_STORES, indirect=True)
-def test_below(files: Files, place: Place) -> None:
+def test_list_below_a_folder(files: Files, place: Place) -> None:
     """Object stores list all files below a folder with their sizes, and no others, and see the
     changes of other processes."""
     assert is_object_store(files)
@@ -116,6 +116,6 @@ def test_after_a_fork(files: Files) -> None:
     assert files.read("a") == OLD
 
 
-def test_where(files: Files, place: Place) -> None:
+def test_url_of_a_file(files: Files, place: Place) -> None:
     assert files.where("a/b") == f"{place.url}/a/b"
     assert files.where() == place.url

@@ -67,11 +67,13 @@ def state(step: int) -> TrainState:
 class Run:
     """A run of one process in a store."""
 
-    def __init__(self, place: Place, timeout_s: float = 60, begun: Run | None = None) -> None:
+    def __init__(self, place: Place, timeout_s: float = 60, continued: Run | None = None) -> None:
         self.files: Files = open_files(place.url, place.options)
         if isinstance(self.files, RemoteFiles):
             self.files = RemoteFiles(self.files._store, place.url, place.options, timeout_s)
-        self.name = begun.name if begun else runs.create_run(self.files, job=None, seed=0).name
+        self.name = (
+            continued.name if continued else runs.create_run(self.files, job=None, seed=0).name
+        )
         self.store = CheckpointStore(self.files, self.name)
         self.writer = Writer(self.files, self.store, Team(0, 1, NoExchange()))
 
@@ -162,7 +164,7 @@ def test_permanent_faults(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     assert run.holds(3)
 
 
-def test_stall_of_reading(flaky: tuple[Place, Proxy]) -> None:
+def test_stalled_read(flaky: tuple[Place, Proxy]) -> None:
     """A store that does not answer is an error, not damage: nothing is quarantined."""
     place, proxy = flaky
     run = Run(place, timeout_s=5)
@@ -261,7 +263,7 @@ def test_wrong_credentials(
     run = Run(place)
     run.save(1)
     options = json.loads(json.dumps(dict(place.options)).replace(right, wrong))
-    refused = Run(Place(place.url, options), begun=run)
+    refused = Run(Place(place.url, options), continued=run)
     asked, ask = [], RemoteFiles._ask
 
     def counted(*arguments: Any) -> Any:

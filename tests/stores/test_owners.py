@@ -15,7 +15,7 @@ CREATES_TWICE = {"gcs"}  # Google's emulator ignores preconditions
 
 @pytest.mark.parametrize("store", sorted(STORES.keys() - CREATES_TWICE))
 def test_races(store: str, stores: Started) -> None:
-    """Of several jobs that claim a directory at the same time, one wins."""
+    """If several jobs claim a directory at the same time, one wins."""
     for _ in range(5):
         place = stores[store]
         require_one_winner(open_files(place.url, place.options))

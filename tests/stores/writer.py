@@ -32,7 +32,7 @@ def arrays(step: int, size: int) -> dict[str, np.ndarray]:
     return {"a": np.frombuffer(np.random.default_rng(step).bytes(size), np.uint8)}
 
 
-class Told:
+class ReportingFiles:
     """Files that report their creation.
 
     Args:
@@ -66,7 +66,7 @@ def save_on(
     """Saves `steps`, of `size` bytes each, and reports starts, ends, commits and failures to
     `said`. After a failure, it tries the next step, as training does."""
     stamina.set_active(False)
-    files: Any = Told(open_files(url, options), said)
+    files: Any = ReportingFiles(open_files(url, options), said)
     writer = Writer(files, CheckpointStore(files, run), Team(0, 1, NoExchange()))
     for step in steps:
         state = TrainState(Cursor(0, 0, step), arrays(step, size))

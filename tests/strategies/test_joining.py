@@ -39,7 +39,7 @@ def test_too_late(joined: object) -> None:
         assert startup.init(heartbeat_timeout_secs=4.0) is joined
 
 
-def test_in_force(joined: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeouts_in_force(joined: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no warning if the timeouts equal those in force, or none are passed."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

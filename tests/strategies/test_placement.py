@@ -218,7 +218,7 @@ class Configured(OwnCompile):
 
 @keras.saving.register_keras_serializable("tests")
 class TwoOptimizers(Subclass):
-    """Trains its two layers with one optimizer each, passed to its `compile`."""
+    """Trains its two layers with separate optimizers, passed to its `compile`."""
 
     def compile(self, first: Any, second: Any) -> None:  # type: ignore[override]
         super().compile(first, loss="mse")

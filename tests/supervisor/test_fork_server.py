@@ -277,7 +277,7 @@ def test_orphans_are_reaped(make: Make) -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_children_of_others(make: Make) -> None:
+def test_children_of_other_code(make: Make) -> None:
     """Children started by other parts of the program are not reaped."""
     make()
     child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
@@ -287,7 +287,8 @@ def test_children_of_others(make: Make) -> None:
 
 
 def test_pickling_from_a_thread_of_a_module(make: Make, tmp_path: Path) -> None:
-    """Under `-m`, too, `__main__` is the script, even for a thread that outlives its end."""
+    """Under `-m`, too, `__main__` is the script, even for a thread that outlives the script's main
+    thread."""
     (tmp_path / "job.py").write_text(
         textwrap.dedent(
             """
@@ -504,7 +505,7 @@ def test_fork_that_fails(make: Make) -> None:
     assert "KERAS_DISTPLUG_JOB is missing in the fork server's environment" in note
 
 
-def test_off(make: Make) -> None:
+def test_disabled(make: Make) -> None:
     """The user can disable the server; if it is not possible, the reason is reported."""
     made = make(is_on=False)
     assert made.run("print(1)") == (0, "1\n", False)

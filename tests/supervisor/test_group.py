@@ -52,7 +52,7 @@ def test_exit_code(group: Group) -> None:
 
 
 def test_leftover_processes(group: Group, tmp_path: Path) -> None:
-    """Processes that a worker's command left behind live as long as the group."""
+    """Processes that a worker left behind keep the group alive, and are killed with it."""
     group.add("a", spawn(["sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/pid"], os.environ))
     pid = read_pid(tmp_path / "pid")
     assert wait_for_end(group).returncode == 0

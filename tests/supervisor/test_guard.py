@@ -45,7 +45,7 @@ def wander(job: str, folder: Path) -> list[int]:
     return [int(pid) for pid in pids.read_text().split()]
 
 
-def test_the_mark() -> None:
+def test_mark_is_the_contracts_variable() -> None:
     """The guard identifies processes by the variable that the contract sets."""
     assert guard.get_mark("a") == f"{supervised.JOB}=a"
 
@@ -63,7 +63,7 @@ def test_hidden_processes_are_found(job: str, tmp_path: Path) -> None:
     assert not guard.living([guard.get_mark(job)])
 
 
-def test_end_without_farewell(job: str, tmp_path: Path) -> None:
+def test_supervisor_that_dies(job: str, tmp_path: Path) -> None:
     """When the supervisor is dead, the guard kills the job, deletes its folder, and exits.
 
     Signals meant for the supervisor do not reach it.
@@ -88,7 +88,7 @@ def test_end_without_farewell(job: str, tmp_path: Path) -> None:
         late.wait(20)
 
 
-def test_farewell(job: str, tmp_path: Path) -> None:
+def test_dismissed_guard(job: str, tmp_path: Path) -> None:
     """A dismissed guard kills no process and deletes nothing."""
     with start(job, "sleep", "60") as sleeper:
         with Guard(job, tmp_path) as dismissed:

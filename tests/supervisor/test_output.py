@@ -136,7 +136,7 @@ def test_force_color(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_transient_lines_in_a_file() -> None:
-    """If the output is not a terminal, only complete lines are printed, once each."""
+    """If the output is not a terminal, only complete lines are printed, and only once."""
     file = io.StringIO()
     with Output(["worker-0"], file) as output:
         assembler = LineAssembler()
@@ -186,7 +186,7 @@ def test_complete_bar_on_a_terminal() -> None:
     assert "1/2 bar" not in text[text.index("2/2 bar") :]
 
 
-def test_progress_of_others_on_a_terminal() -> None:
+def test_progress_of_other_workers_on_a_terminal() -> None:
     """Only the chief's open line is shown live."""
     text = on_terminal(("worker-1", Transient("1/2 bar")), ("worker-1", Final("hello")))
     assert "hello" in text

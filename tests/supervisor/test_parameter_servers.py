@@ -359,7 +359,7 @@ complete()
 
 
 @pytest.mark.parametrize("first", ["ps", "chief"])
-def test_chief_that_exits_for_a_lost_ps(start: Start, first: str) -> None:
+def test_chief_that_lost_a_ps(start: Start, first: str) -> None:
     """The parameter server is the cause, even if the chief's exit is noticed first."""
     job = start(
         f"""
@@ -578,7 +578,8 @@ complete()
 
 
 def test_ps_that_dies_with_the_completion(start: Start) -> None:
-    """Only the chief must complete training: a parameter server found dead then is no failure."""
+    """Only the chief must complete training: a parameter server found dead then is not a
+    failure."""
     job = start(
         """
 mark(f"{name} {os.getpid()}")

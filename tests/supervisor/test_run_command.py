@@ -221,10 +221,10 @@ sys.exit(4)
 """,
         "--max-restarts=0",
     )
-    begun = time.monotonic()
+    started_s = time.monotonic()
     code, printed = job.finish()
     assert code == 4, printed
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - started_s < 20
     assert is_dead(int(job.marks()[0]))
     assert "worker-0 was stopped by the supervisor (SIGKILL)" in printed
 
@@ -247,7 +247,7 @@ def test_joined_in_time(start: Start) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_to_the_supervisor(start: Start, number: signal.Signals, code: int) -> None:
-    """A signal to the supervisor reaches the workers, which may exit on their own terms."""
+    """A signal to the supervisor reaches the workers, which may shut down in their own way."""
     job = start(
         """
 def save(number, frame):
@@ -307,7 +307,7 @@ while True:
     assert all(is_dead(pid) for pid in pids)
 
 
-def test_last_words(start: Start) -> None:
+def test_last_output(start: Start) -> None:
     """A worker's last output, including stderr, is printed before the report of its exit."""
     job = start(
         """
@@ -347,7 +347,7 @@ complete()
 
 
 def test_readers_that_exit(tmp_path: Path) -> None:
-    """So it does when standard error is closed as well, as under `2>&1 | head`."""
+    """Training also continues when standard error is closed as well, as under `2>&1 | head`."""
     worker = (
         "import os, pathlib\nfor _ in range(100): print('x' * 9999)\npathlib.Path('done').touch()"
     )
@@ -553,7 +553,7 @@ def test_version() -> None:
     assert done.stdout.startswith("keras-distplug ")
 
 
-def test_a_command_with_dashes(start: Start) -> None:
+def test_command_with_dashes(start: Start) -> None:
     """Everything after the first `--`, including another `--`, belongs to the command."""
     script = "import sys; print('args', sys.argv[1:])"
     job = start(

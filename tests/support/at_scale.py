@@ -94,7 +94,7 @@ class Cluster:
             len(self.service.values),
         )
 
-    def count_anew(self) -> None:
+    def reset_counts(self) -> None:
         self.service.traffic.__init__()  # type: ignore[misc]
         self.bucket.traffic.__init__()  # type: ignore[misc]
 
@@ -110,13 +110,13 @@ def cluster(
 # Agreements
 
 
-def one_tells_all(of: Cluster) -> Cost:
+def one_to_all(of: Cluster) -> Cost:
     """One worker sends to all, as in every check if a checkpoint is due."""
     seconds = of.all_do(lambda rank: of.agreements[rank].broadcast("save", None if rank else _PLAN))
     return of.cost("the chief sends to all", seconds, seconds)
 
 
-def all_tell_all(of: Cluster) -> Cost:
+def all_to_all(of: Cluster) -> Cost:
     """All workers send to all, as for local checkpoints, or `ReplicaMetrics(logs=...)`."""
     seconds = of.all_do(lambda rank: of.agreements[rank].gather("local", "x" * 100))
     return of.cost("all send 100 bytes to all", seconds, seconds)
@@ -142,15 +142,15 @@ def stop(of: Cluster) -> Cost:
         stops.append(CollectiveStop(of.agreements[rank].below("a session"), print))
 
     of.all_do(watch)
-    of.count_anew()  # of one open request per worker, pending since the start of training
-    begun_s = of.clock.now_s
+    of.reset_counts()  # of one open request per worker, pending since the start of training
+    started_s = of.clock.now_s
 
     def preempt(rank: int) -> None:
         stops[rank].request(Cause("SIGTERM", of.roles[rank].name, 0.0))
 
     def agree(each: CollectiveStop, text: str) -> None:
         stock(each, text)
-        agreed_s.append(of.clock.now_s - begun_s)
+        agreed_s.append(of.clock.now_s - started_s)
 
     stock = CollectiveStop._agree
     for each in stops:
@@ -200,13 +200,13 @@ def state(count: int) -> TrainState:
     return TrainState(Cursor(epoch=0, batch=count, step=count), arrays)
 
 
-def random_word() -> str:
+def random_message() -> str:
     """A message as long as `training.random_states` of Python's and NumPy's generators."""
     words = base64.b64encode(np.array(random.Random(0).getstate()[1], np.uint32).tobytes()).decode()
     return json.dumps({"python": [3, words, None], "numpy": ["MT19937", words, 624, 0, 0.0]})
 
 
-def own_word() -> str:
+def own_message() -> str:
     """A message as long as `training.own_states` of a replica's metrics."""
     return base64.b64encode(bytes(4 * METRICS)).decode()
 
@@ -237,17 +237,17 @@ def saved(of: Cluster) -> Cost:
     trained_s = []
 
     def save(rank: int, number: int, taken: TrainState) -> None:
-        begun_s = of.clock.now_s
+        started_s = of.clock.now_s
         each = of.agreements[rank]
         each.broadcast("save", None if rank else _PLAN)
-        each.gather("own states", own_word())
-        each.gather_on_chief("random", random_word())
-        trained_s.append(of.clock.now_s - begun_s)
+        each.gather("own states", own_message())
+        each.gather_on_chief("random", random_message())
+        trained_s.append(of.clock.now_s - started_s)
         writers[rank].save(taken, f"attempt-{number}")
 
     with _scaled():
         for number in (1, 2):
-            of.count_anew()
+            of.reset_counts()
             trained_s.clear()
             taken = state(number)
             seconds = of.all_do(lambda rank: save(rank, number, taken))  # noqa: B023
@@ -256,7 +256,7 @@ def saved(of: Cluster) -> Cost:
 
 def restored(of: Cluster) -> Cost:
     """Restored by as many restarted workers as have written it. Called after `saved`."""
-    of.count_anew()
+    of.reset_counts()
     sizes: set[int] = set()
 
     def restore(rank: int) -> None:
@@ -275,7 +275,7 @@ def restored(of: Cluster) -> Cost:
     return of.cost("restore of 1 GiB", seconds, seconds)
 
 
-OPERATIONS = (one_tells_all, first_error, all_tell_all, barrier, stop, statistics)
+OPERATIONS = (one_to_all, first_error, all_to_all, barrier, stop, statistics)
 
 
 def all_costs(
@@ -330,6 +330,6 @@ def _manifest(workers: int, shards: int, replicas: int = 2) -> int:
             workers,
             "a" * 32 + "-1",
             "2026-11-24T00:00:00+00:00",
-            random=tuple(json.loads(random_word()) for _ in range(workers)),
+            random=tuple(json.loads(random_message()) for _ in range(workers)),
         ).to_json()
     )

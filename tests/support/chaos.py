@@ -157,14 +157,14 @@ def soak(
     job = Job(
         set_up, directory, epochs=100_000, batches=BATCHES, global_batch=12, save_freq=SAVE_FREQ
     )
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     with in_front_of(store_port) as proxy:
         harming = folder / "harmed"
         harming.mkdir()
         job = replace(job, storage_options=storage_options(proxy.port))
         with _conducted(harming, faults, proxy, secs, on_fault):
             ended = harmed.run(harming, job, faults, timeout_s=2 * secs + 900)
-        wall_secs = time.monotonic() - begun_s
+        wall_secs = time.monotonic() - started_s
     undisturbed = folder / "undisturbed"
     undisturbed.mkdir()
     last = (harming / "last_epoch").read_text()

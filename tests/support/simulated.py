@@ -84,12 +84,12 @@ class Clock:
 
     def run(self) -> float:
         """Runs all processes until none can continue. Returns the elapsed time."""
-        begun_s = self.now_s
+        started_s = self.now_s
         self._hand_over()
         self._done.acquire()
         if self._error is not None:
             raise self._error
-        return self.now_s - begun_s
+        return self.now_s - started_s
 
     def end(self) -> None:
         """Ends processes that still wait."""

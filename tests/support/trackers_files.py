@@ -1,4 +1,5 @@
-"""What wandb, offline, and MLflow, in a local database, have written; read without loading them."""
+"""Reads files that offline wandb, and MLflow with a local database, have written, without loading
+them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class WandbFile:
 
 
 def wandb_files(folder: Path) -> list[WandbFile]:
-    """Those of all attempts, the oldest first."""
+    """Returns the files of all attempts, the oldest first."""
     return [_read(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
@@ -62,7 +63,8 @@ def _read(path: Path) -> WandbFile:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Blocks of LevelDB's log format behind W&B's own header; the last record may be cut."""
+    """Reads blocks of LevelDB's log format after W&B's own header; the last record may be
+    truncated."""
     at, parts = _HEADER_BYTES, b""
     while at + _HEADER_BYTES <= len(data):
         left = _BLOCK_BYTES - at % _BLOCK_BYTES
@@ -86,12 +88,12 @@ class MlflowFile:
         self._path = path
 
     def steps(self, key: str) -> list[int]:
-        """Of all points of a metric, in the order in which they were logged."""
+        """Returns the steps of a metric's points, in the order in which they were logged."""
         query = "select step from metrics where key = ? order by rowid"
         return [step for (step,) in self._rows(query, key)]
 
     def runs(self) -> list[tuple[str, str]]:
-        """ID and status of all runs."""
+        """Returns ID and status of all runs."""
         return self._rows("select run_uuid, status from runs")
 
     def tags(self) -> dict[str, str]:
@@ -103,5 +105,5 @@ class MlflowFile:
         with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=30)) as base:
             try:
                 return base.execute(query, values).fetchall()
-            except sqlite3.OperationalError:  # its tables are not there yet
+            except sqlite3.OperationalError:  # its tables do not exist yet
                 return []

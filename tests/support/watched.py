@@ -66,7 +66,7 @@ class Watched:
         return code if code >= 0 else 128 - code
 
     def wait(self, timeout_s: float) -> int:
-        """Waits for its end; returns its exit code."""
+        """Waits until it exits, and returns its exit code."""
         code = self._process.wait(timeout_s)
         self._reader.join(timeout_s)
         return code

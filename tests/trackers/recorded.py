@@ -1,4 +1,4 @@
-"""A tracker that remembers what it receives, and fails or hangs when a test says so."""
+"""A tracker that records its input, and fails or hangs on request."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from keras_distplug.trackers import Incident, Mark, Outcome, Point, TrackedRun
 
 
 def increases(steps: Sequence[int]) -> bool:
-    """Whether there are some, and each is larger than the one before."""
+    """Returns True if there are several steps, in strictly increasing order."""
     return len(steps) > 1 and all(a < b for a, b in itertools.pairwise(steps))
 
 
 class Recorded:
-    """Args:
-    name: As trackers have one.
-    knows: Whether it knows its last step, as a server does.
+    """Records what a tracker receives.
+
+    Args:
+        name: The tracker's name.
+        knows: True if it knows its last step, as a server does.
     """
 
     def __init__(self, name: str = "recorded", *, knows: bool = False) -> None:

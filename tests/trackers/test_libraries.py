@@ -1,4 +1,5 @@
-"""Trackers whose library is missing, or that are given what they cannot use, say what to do."""
+"""Trackers whose library is missing, or whose arguments are invalid, raise an error with a
+remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PACKAGES = [(WandbTracker, "wandb", "wandb"), (MlflowTracker, "mlflow", "mlflow-
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count as installed, whether or not they are."""
+    """Makes the libraries count as installed, whether they are or not."""
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=name)
     )
@@ -31,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing(
     tracker: Any, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the package for pip, also next to a folder of the same name, such as the one
+    """The error names the package for pip, even next to a folder of the same name, such as the one
     in which wandb keeps its files."""
     (tmp_path / module).mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(Path(sys.prefix) / "nothing")])
@@ -45,15 +46,15 @@ def test_missing(
 
 @pytest.mark.parametrize("name", ["id", "resume", "reinit"])
 @pytest.mark.usefixtures("installed")
-def test_what_wandb_is_not_given(name: str) -> None:
-    """What makes all attempts share a run is ours."""
+def test_reserved_arguments_of_wandb(name: str) -> None:
+    """Arguments that make all attempts share a run are set by the tracker itself."""
     with pytest.raises(ConfigurationError, match=f"sets itself .*Received: {name}\\."):
         WandbTracker("mnist", **{name: "x"})
 
 
 @pytest.mark.usefixtures("installed")
-def test_own_run_and_a_new_one() -> None:
-    """A run of the script is not combined with arguments for a new one."""
+def test_own_run_with_arguments_of_a_new_one() -> None:
+    """The script's own run cannot be combined with arguments for a new one."""
     with pytest.raises(ConfigurationError, match="either `run` or"):
         WandbTracker("mnist", run=object())
     with pytest.raises(ConfigurationError, match="either the `run_id` of an existing run, or"):
@@ -62,7 +63,7 @@ def test_own_run_and_a_new_one() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_repr() -> None:
-    """Neither addresses nor settings, which may hold secrets, are shown."""
+    """A tracker's repr shows neither addresses nor settings, which may contain secrets."""
     assert repr(WandbTracker("mnist", settings={"api_key": "secret"})) == "WandbTracker('mnist')"
     assert repr(MlflowTracker(tracking_uri="http://user:secret@host")) == "MlflowTracker()"
 

@@ -19,7 +19,7 @@ from keras_distplug.trackers.marks import Marks
 from keras_distplug.trackers.outbox import Outbox, end_all, require_trackers
 
 
-class Heard:
+class Listener:
     def __init__(self) -> None:
         self.events: list[events.Event] = []
 
@@ -31,8 +31,8 @@ class Heard:
 
 
 @pytest.fixture
-def heard() -> Iterator[Heard]:
-    listener = Heard()
+def reports() -> Iterator[Listener]:
+    listener = Listener()
     reporting.listen(listener)
     yield listener
     reporting.listen_no_more(listener)
@@ -73,7 +73,7 @@ def test_order(tmp_path: Path) -> None:
 
 def test_one_point_per_step(tmp_path: Path) -> None:
     """A window and its goodput are one point; the epoch that ends there is another one, however
-    much later its validation ends. What comes after a later step is dropped."""
+    much later its validation ends. Points are dropped after one of a later step."""
     tracker = Recorded()
     sent = box(tracker, tmp_path)
     sent.put(point(4, loss=0.5))
@@ -122,8 +122,8 @@ def test_after_a_kill(knows: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("knows", "step"), [(False, 5), (True, 4)])
 def test_killed_while_it_validates(knows: bool, step: int, tmp_path: Path) -> None:
-    """The epoch's logs are not lost, though its last step was logged; a tracker with one row per
-    step, of which it does not know whether it is complete, has them with the next step."""
+    """The epoch's logs are not lost even if its last step was already logged. A tracker with one
+    row per step that may be complete gets them with the next step."""
     tracker = Recorded(knows=knows)
     first = box(tracker, tmp_path)
     first.put(point(4))
@@ -132,7 +132,7 @@ def test_killed_while_it_validates(knows: bool, step: int, tmp_path: Path) -> No
     for each in (point(4), point(4, epoch=True, val_loss=0.6), point(5)):
         second.put(each)
     assert second.flush(10)
-    third = box(tracker, tmp_path)  # killed once more, and after the epoch's logs
+    third = box(tracker, tmp_path)  # killed again, after the epoch's logs
     for each in (point(4), point(4, epoch=True, val_loss=0.6), point(5), point(6)):
         third.put(each)
     end_all([first, second, third], Outcome.FINISHED)
@@ -145,8 +145,8 @@ def test_killed_while_it_validates(knows: bool, step: int, tmp_path: Path) -> No
 
 
 def test_mark_before_the_point(tmp_path: Path) -> None:
-    """A step is marked before the tracker receives it: killed in between, it is not logged twice.
-    One mark is left, whatever their number."""
+    """A step is marked before the tracker receives it, so that it is not logged twice after a kill
+    in between. Only one mark is left, whatever their number."""
     tracker = Recorded()
     seen: list[int] = []
 
@@ -163,7 +163,9 @@ def test_mark_before_the_point(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.step"))) == 1
 
 
-def test_tracker_that_fails(tmp_path: Path, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
+def test_tracker_that_fails(
+    tmp_path: Path, reports: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
     """A failure is reported once, as a message and an event; nothing is lost or sent twice when the
     tracker works again, which is reported too."""
     tracker = Recorded()
@@ -180,15 +182,16 @@ def test_tracker_that_fails(tmp_path: Path, heard: Heard, caplog: pytest.LogCapt
     assert sent.flush(10)
     end_all([sent], Outcome.FINISHED)
     assert tracker.steps == [1, 2, 3]
-    assert heard.events == [events.TrackerFailed("recorded", "ConnectionError: no route to host")]
+    assert reports.events == [events.TrackerFailed("recorded", "ConnectionError: no route to host")]
     assert "recorded is not receiving the metrics of this run" in caplog.text
     assert "recorded is receiving metrics again" in caplog.text
 
 
-def test_server_that_is_down(
-    tmp_path: Path, heard: Heard, caplog: pytest.LogCaptureFixture
+def test_unreachable_server(
+    tmp_path: Path, reports: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A tracker that never opens costs no time at the end, and what it missed is counted."""
+    """A tracker that never opens does not delay the end, and the points that it missed are
+    counted."""
     tracker = Recorded()
 
     def fail(what: Any) -> None:
@@ -198,43 +201,43 @@ def test_server_that_is_down(
     sent = box(tracker, tmp_path)
     for step in range(7):
         sent.put(point(step))
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     end_all([sent], Outcome.FINISHED)
-    assert time.monotonic() - begun_s < 0.9
+    assert time.monotonic() - started_s < 0.9
     assert tracker.points == []
-    assert len(heard.events) == 1
+    assert len(reports.events) == 1
     assert "did not receive 7 entries of this run" in caplog.text
 
 
 def test_tracker_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Putting never waits, a bounded number waits, the oldest points go first, incidents stay, and
-    the end waits for a limited time."""
+    """`put` never waits, the number of waiting points is limited, the oldest ones are dropped
+    first, incidents are kept, and the end waits for a limited time."""
     tracker, release = Recorded(), threading.Event()
     tracker.before = lambda what: release.wait(60) and None
     sent = box(tracker, tmp_path)
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     sent.put(Incident(0.0, "hung", "worker-1"))
     for step in range(3 * outbox._MOST):
         sent.put(point(step))
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - started_s < 5
     assert len(sent._waiting) == outbox._MOST
     assert isinstance(sent._waiting[0], Incident)
     assert not sent.flush(0.05)
     end_all([sent], Outcome.FINISHED)
-    assert time.monotonic() - begun_s < 10
+    assert time.monotonic() - started_s < 10
     assert "did not answer within 1 s" in caplog.text
     release.set()
 
 
-def test_ended_once(tmp_path: Path) -> None:
+def test_repeated_end(tmp_path: Path) -> None:
     """Ending again, as at the end of the process, waits for nothing."""
     tracker, release = Recorded(), threading.Event()
     tracker.before = lambda what: release.wait(60) and None
     sent = box(tracker, tmp_path)
     end_all([sent], Outcome.FINISHED)
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     end_all([sent], Outcome.INTERRUPTED)
-    assert time.monotonic() - begun_s < 0.5
+    assert time.monotonic() - started_s < 0.5
     release.set()
 
 
@@ -262,7 +265,7 @@ def test_forged_names(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_trackers(given: Any, why: str) -> None:
-    """Something else than trackers is refused before training."""
+    """Objects that are not trackers are refused before training."""
     with pytest.raises(ConfigurationError, match=why):
         require_trackers(given)
 

@@ -1,4 +1,4 @@
-"""What a `fit` reports, as points and incidents of a tracker."""
+"""The points and incidents that a `fit` sends to a tracker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def window(step: int, **more: Any) -> events.Window:
 
 
 def before(*reported: Event) -> list[Fit]:
-    """An attempt that trained 48 steps, and saved after step 40."""
+    """Returns an attempt that trained 48 steps, and saved after step 40."""
     began = dataclasses.replace(BEGAN, session="s1", step=0)
     entries = [
         Entry(100.0 + n, "worker-0", event)
@@ -67,8 +67,8 @@ def test_metrics(tmp_path: Path) -> None:
 
 
 def test_incidents(tmp_path: Path) -> None:
-    """Every kind of incident is an alert, with what the tab says of it; of one kind there is one a
-    minute, and the next one counts the others. A tracker's own failure is none."""
+    """Every kind of incident is an alert, with the text of the tab. There is at most one a minute
+    per kind, and the next one counts the others. A tracker's own failure is not an incident."""
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
     for at in (0.0, 10.0, 20.0, 61.0):
@@ -102,8 +102,8 @@ def test_incidents(tmp_path: Path) -> None:
     ],
 )
 def test_after_a_restart(last: tuple[Event, ...], said: str, tmp_path: Path) -> None:
-    """A restart is an incident: how the attempt before ended, which could not report it, and how
-    many steps are trained again. The age of the checkpoint counts from when it was saved."""
+    """A restart is an incident: how the previous attempt ended, which could not report it, and how
+    many steps are trained again. The age of the checkpoint counts from its save."""
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
     made.on_earlier_attempts(before(*last), [], 200.0)
@@ -117,7 +117,7 @@ def test_after_a_restart(last: tuple[Event, ...], said: str, tmp_path: Path) -> 
 
 
 def test_more_epochs(tmp_path: Path) -> None:
-    """A training that was finished, and goes on for more epochs, is no incident."""
+    """Continuing a finished training for more epochs is not an incident."""
     tracker = Recorded()
     made = tracked(tmp_path, tracker)
     made.on_earlier_attempts(before(events.Finished(48, 3)), [], 200.0)
@@ -125,8 +125,8 @@ def test_more_epochs(tmp_path: Path) -> None:
     assert tracker.incidents == []
 
 
-def test_runs_of_their_own(tmp_path: Path) -> None:
-    """A `fit` that nothing resumes has a run of its own; attempts of one training share theirs."""
+def test_separate_runs(tmp_path: Path) -> None:
+    """A `fit` that is not resumed has a separate run; attempts of one training share a run."""
     tracker = Recorded()
     for session, resumes in (("s1", True), ("s2", True), ("s3", False), ("s4", False)):
         began = dataclasses.replace(BEGAN, session=session, resumes=resumes)

@@ -25,8 +25,8 @@ EPOCHS = 3
 
 
 @pytest.fixture(autouse=True)
-def each_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A window for each batch."""
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Logs a window for every batch."""
     monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 0.0)
     monkeypatch.setattr("keras_distplug.runlog.run_log._SHARE", 0.0)
     yield
@@ -52,8 +52,8 @@ def ours(folder: Path, tracker: Recorded) -> list[keras.callbacks.Callback]:
 
 
 def test_interrupted(tmp_path: Path) -> None:
-    """After an interruption between checkpoints the weights are those of plain Keras, and the
-    tracker has every step once, the epochs' logs, and the restart as an incident."""
+    """After an interruption between checkpoints, the weights are those of plain Keras. The tracker
+    has every step once, the epochs' logs, and the restart as an incident."""
     plain = fit([])
     tracker = Recorded(knows=True)
     with pytest.raises(small.Interrupted):
@@ -73,8 +73,8 @@ def test_interrupted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_broken_tracker(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracker that raises in every call, or never returns, changes no bit and costs only the
-    bounded wait at the end."""
+    """A tracker that raises in every call, or never returns, changes no bit and only costs the
+    limited wait at the end."""
     monkeypatch.setattr(outbox, "_LAST_SECS", 0.5)
     plain = fit([])
     tracker, release = Recorded(), threading.Event()
@@ -85,9 +85,9 @@ def test_broken_tracker(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise ConnectionError("down")
 
     tracker.before = fail
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     assert fit(ours(tmp_path, tracker)) == plain
-    assert time.monotonic() - begun_s < 45  # far less than the tracker hangs
+    assert time.monotonic() - started_s < 45  # far less than the time that the tracker hangs
     assert tracker.points == []
     release.set()
 

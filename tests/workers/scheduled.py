@@ -29,14 +29,14 @@ from keras_distplug.backend.tensorflow.runtime.attached import attached  # noqa:
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 200
 kd.init()  # a worker or parameter server stays here
-begun_s = time.monotonic()
+started_s = time.monotonic()
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(640, 8)).astype("float32")
 Y = (X.sum(1) > 0).astype("int32")
 
 
-class Told(keras.callbacks.Callback):
+class Recorder(keras.callbacks.Callback):
     """Records the batches of this attempt."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def build() -> keras.Model:
     return model
 
 
-told = Told()
+recorder = Recorder()
 backup = kd.BackupAndRestore(folder / "run", save_freq=50, delete_checkpoint=False, on_busy="wait")
 data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(640).batch(32)
 history = kd.distributed_fit(
@@ -84,17 +84,17 @@ history = kd.distributed_fit(
     epochs=2,
     steps_per_epoch=steps,
     verbose=0,
-    callbacks=[*kd.defaults(folder / "run")[1:], backup, told],
+    callbacks=[*kd.defaults(folder / "run")[1:], backup, recorder],
 )
 model = history.model
 accuracy = next(metric for metric in model.metrics[1].metrics)
 outcome = {
-    "began": told.began,
+    "began": recorder.began,
     "steps": steps_of(model),
     "samples": float(keras.ops.convert_to_numpy(accuracy.count)),
     "readers": attached(model, scheduled.Schedule)._starts.numpy().tolist(),
     "evaluate": model.evaluate(X, Y, verbose=0),
     "accuracy": history.history["accuracy"],
-    "secs": time.monotonic() - begun_s,
+    "secs": time.monotonic() - started_s,
 }
 (folder / "outcome.json").write_text(json.dumps(outcome))

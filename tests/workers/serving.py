@@ -318,7 +318,7 @@ def only_nan() -> dict[str, Any]:
     return {}
 
 
-def goes_on() -> dict[str, Any]:
+def resumed_fit() -> dict[str, Any]:
     """A `fit` that an error ends in its second epoch, and the one that resumes it."""
 
     class Fails(keras.callbacks.Callback):
@@ -344,7 +344,7 @@ def goes_on() -> dict[str, Any]:
 
     def backup() -> keras.callbacks.Callback:
         return kd.BackupAndRestore(
-            FOLDER / "goes_on", save_freq=10, delete_checkpoint=False, on_busy="wait"
+            FOLDER / "resumed_fit", save_freq=10, delete_checkpoint=False, on_busy="wait"
         )
 
     given = {"batch_size": BATCH, "epochs": 2, "directory": None}
@@ -609,7 +609,7 @@ CASES = (
     of_context,
     not_finite,
     only_nan,
-    goes_on,
+    resumed_fit,
     refused,
     averages,
     tables,

@@ -28,7 +28,7 @@ FEW = ((TOKENS % 10 < 3).sum(1) > 1).astype("float32")
 
 
 def values(model: keras.Model) -> dict[str, list[float]]:
-    """Returns a column of the whole table, and of each of its optimizer slots."""
+    """Returns a column of the whole table, and of all of its optimizer slots."""
     found = merge_parts([*model.variables, *model.optimizer.variables])
     return {
         each.path.replace("/", "_").rpartition("_")[2]: np.asarray(each)[:, 0].tolist()

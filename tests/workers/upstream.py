@@ -1,6 +1,6 @@
 """Errors of Keras and TensorFlow themselves, one finding per line, as JSON.
 
-python upstream.py multi_worker | lost_word | late | alone | mirrored | mirrored_losses |
+python upstream.py multi_worker | lost_message | late | alone | mirrored | mirrored_losses |
     mirrored_overflow | mirrored_empty | second_strategy | central | parameter_server
 """
 
@@ -345,7 +345,7 @@ def central() -> None:
     )
 
 
-def lost_word() -> None:
+def lost_message() -> None:
     from tensorflow.python.eager import context
 
     from keras_distplug.backend.tensorflow.runtime import context as compat_context
@@ -431,7 +431,7 @@ def parameter_server() -> None:
 keras.config.disable_traceback_filtering()
 CASES = (
     multi_worker,
-    lost_word,
+    lost_message,
     late,
     alone,
     split_batch,

@@ -1,4 +1,4 @@
-"""A single request, whatever the server does."""
+"""A single request, however the server behaves."""
 
 from __future__ import annotations
 
