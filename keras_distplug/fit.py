@@ -328,8 +328,8 @@ def _open_run(
     role = agreement.get_role(model.distribute_strategy)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise ConfigurationError(
-            "Expected `callbacks` to be a list. Received: a `CallbackList`. Write "
-            "`callbacks=[...]`, with the same callbacks."
+            "Expected `callbacks` to be a list. Received: a `CallbackList`. Pass the same "
+            "callbacks as a list, `callbacks=[...]`."
         )
     given = keras.tree.flatten(callbacks) if callbacks else []
     require_made(given)

@@ -266,8 +266,8 @@ def _parameter_server() -> tf.distribute.Strategy:
     if strategy.num_replicas_in_sync > 1:
         raise ConfigurationError(
             "Under ParameterServerStrategy, a worker must have at most one GPU. Received: workers "
-            f"with {strategy.num_replicas_in_sync} GPUs. Start a worker for every GPU, with its "
-            "own CUDA_VISIBLE_DEVICES."
+            f"with {strategy.num_replicas_in_sync} GPUs. Start one worker per GPU, each with "
+            "its own CUDA_VISIBLE_DEVICES."
         )
     return strategy
 

@@ -434,7 +434,7 @@ class FitState:
         if before != now and batch != math.inf and self._role.is_chief:
             announce(
                 f"the global batch size has changed from {before} to {now}; the epoch continues "
-                f"with the first sample that was not trained yet, in batch {int(batch) + 1}"
+                f"with the first sample that was not trained on yet, in batch {int(batch) + 1}"
             )
         trained = capture.capture(self._model)
 

@@ -95,7 +95,7 @@ class LocalTier:
                 yield CheckpointStore(self._files, f"{self._run_id}/{session}/{rank}")
 
     def _warn(self, error: CheckpointError) -> None:
-        warnings.warn(f"Skipped a local checkpoint: {error}", stacklevel=3)
+        warnings.warn(f"Skipped local checkpoints: {error}", stacklevel=3)
 
 
 class LocalWriter:

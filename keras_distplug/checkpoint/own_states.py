@@ -104,7 +104,7 @@ def restore(
     def announce_new_metrics(differs: str) -> None:
         if role.is_chief and in_epoch:
             announce(
-                "not all metrics of this epoch include the batches before the checkpoint: the "
+                "some metrics of this epoch do not cover the batches before the checkpoint: the "
                 f"metrics {differs}"
             )
 

@@ -213,7 +213,7 @@ def _is_other(
             raise OtherRunError(
                 f"{where} was trained on global batches of {there[BATCH_SIZE]} samples, and "
                 f"cannot continue mid-epoch with {here[BATCH_SIZE]}: {why_not_by_samples}. Use "
-                "the same global batch size, or allow_data_change=True to start the epoch again. "
+                "the same global batch size, or pass allow_data_change=True to restart the epoch. "
                 "Nothing was changed."
             )
     difference = _seeds_set(there, here) or first_difference(there, here) or other_values
@@ -224,8 +224,8 @@ def _is_other(
             else "allow_data_change=True to continue with the new data from the start of the epoch"
         )
         raise OtherRunError(
-            f"{where} was trained on other data. First difference: {difference}. Give the "
-            f"same data, {_BATCH_REMEDY if is_batch_other else ''}{remedy}, or "
+            f"{where} was trained on other data. First difference: {difference}. Use the "
+            f"same data, or pass {_BATCH_REMEDY if is_batch_other else ''}{remedy}, or "
             "resume=False to start a new run. Nothing was changed."
         )
     return difference is not None

@@ -68,7 +68,10 @@ class Saver:
             save: Writes the checkpoint.
         """
         if self.is_busy:
-            raise RuntimeError("A save is in progress. Call `wait` before `start`.")
+            raise RuntimeError(
+                f"The checkpoint of step {self.step} is still being written. Call `wait` before "
+                "`start`."
+            )
 
         self.step = step
         self._started_s = self._reported_s = started_s = time.monotonic()

@@ -182,7 +182,7 @@ class _Check:
             of: The Keras class whose arguments these are; None for other entries.
         """
         if depth > _MOST_DEEP:
-            raise ModelError(f"The model description is nested more than {_MOST_DEEP} levels deep.")
+            raise ModelError(f"its description is nested more than {_MOST_DEEP} levels deep.")
         arguments_of = None
         # Keras uses the same rule to distinguish objects from dictionaries.
         if isinstance(config, Mapping) and {"class_name", "config"} <= config.keys():

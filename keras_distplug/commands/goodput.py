@@ -118,9 +118,10 @@ def _print(document: Mapping[str, Any]) -> None:
     tables.say_table("", ("", "seconds", "share", ""), rows, right=("seconds", "share"))
     for category, unknown_s in document["unknown_waits_secs"].items():
         tables.say(
-            f"{unknown_s:.1f} s of steps include time {_WAITS[category]} that cannot be measured, "
-            "because XLA compiles these steps, one execution runs several of them, or a chief "
-            "schedules them on workers. All of this time counts as training."
+            f"Steps that took {unknown_s:.1f} s include an unknown amount of time "
+            f"{_WAITS[category]}. It cannot be measured if XLA compiles the steps, if "
+            "`steps_per_execution` is greater than 1, or if a chief schedules them on workers. All "
+            "of this time counts as training."
         )
     tables.say("")
     attempts = [

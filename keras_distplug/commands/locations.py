@@ -192,7 +192,9 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
                 "`keras-distplug ls`."
             )
         if near := _near_miss(_Path.of(text, storage_options)):
-            return NoCheckpointError(f"{where} contains no runs. Did you mean {near}?")
+            return NoCheckpointError(
+                f"{where} does not exist or contains no runs. Did you mean {near}?"
+            )
     return NoCheckpointError(
         f"{where} contains no runs. Pass the directory that the training was given; it contains "
         "run-0001 and so on."

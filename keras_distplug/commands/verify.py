@@ -67,7 +67,7 @@ def run(parsed: argparse.Namespace) -> int:
     elif whole or damaged:
         what = "intact" if parsed.deep else "of the right size (--deep also reads their bytes)"
         counted = tables.plural(len(whole), "checkpoint")
-        tables.say(f"{counted} {what}, {len(damaged)} damaged or unreadable")
+        tables.say(f"{counted} {what}; damaged or unreadable: {len(damaged)}")
     if not whole and not damaged:
         asked = location.checkpoint
         what = "no checkpoint" if asked is None else f"no checkpoint {asked!r}"
@@ -116,4 +116,5 @@ def _reason(seen: SurveyedCheckpoint) -> str | None:
 
 def _line(found: Finding) -> str:
     details = found.reason or tables.size(found.bytes)
-    return f"{found.run}/{found.name}: {found.state}, {details}"
+    state = "intact" if found.state == "whole" else found.state
+    return f"{found.run}/{found.name}: {state}, {details}"

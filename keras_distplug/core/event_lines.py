@@ -64,7 +64,7 @@ def _entry(fields: Mapping[str, Any]) -> Entry | None:
         return None
     for name, value in fields.items():
         if value.__class__ is not str and _is_excessive(value, _limit(name)):
-            raise ValueError(f"`{name}` has an impossible value")
+            raise ValueError(f"`{name}` has an implausible value")
     values = _known_fields(kind, fields)
     if kind is Window:
         values["replicas"] = tuple(map(_of_replica, fields.get("replicas", ())))

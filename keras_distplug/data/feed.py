@@ -302,7 +302,7 @@ def _refuse_extra_arguments(x: Any, y: Any, sample_weight: Any, batch_size: int 
     if batch_size is not None:
         raise DataError(
             f"`batch_size` applies to arrays only. Received: batch_size={batch_size} and x of type "
-            f"{type(x).__name__}. Batch the dataset by the global batch instead."
+            f"{type(x).__name__}. Omit it, and let the data yield batches of the global batch size."
         )
 
 

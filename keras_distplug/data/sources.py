@@ -338,9 +338,9 @@ class TfData(Source):
     def warnings(self) -> list[str]:
         if self._pipeline is None:
             return [
-                f"the pipeline cannot be inspected: {self._why_unreadable}. It is reproduced if "
-                "every `shuffle` has a seed, and none comes before a `repeat`, a `concatenate` or "
-                "another `shuffle`"
+                f"the pipeline cannot be inspected: {self._why_unreadable}. Its order is "
+                "reproduced if every `shuffle` has a seed, and no `shuffle` comes before a "
+                "`repeat`, a `concatenate` or another `shuffle`"
             ]
         too_large = [
             f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is not saved. Keep "

@@ -135,7 +135,11 @@ class SignalWatch:
         try:
             self._on_signal(number)
         except Exception as error:  # noqa: BLE001 (the thread must handle later signals, too)
-            warnings.warn(f"Signal {number} could not be handled: {error!r}", stacklevel=1)
+            warnings.warn(
+                f"PreemptionHandler could not handle {_get_name(number)}, so it may not stop "
+                f"training or save a checkpoint: {error!r}",
+                stacklevel=1,
+            )
 
     def _pass_on(self, number: int) -> None:
         if self._previous_fd != -1:
@@ -172,3 +176,10 @@ def _reset_child() -> None:
         watch.remove()
         watch._receiver.close()
     _unblock()
+
+
+def _get_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"

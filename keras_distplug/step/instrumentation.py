@@ -154,7 +154,7 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
     if not isinstance(instrument, StepInstrument):
         raise ConfigurationError(
             "Expected `instrument` to be a keras_distplug.StepInstrument. Received: "
-            f"{instrument!r}. Derive its class from StepInstrument."
+            f"{instrument!r}. Pass an instance of a subclass of StepInstrument."
         )
     if is_scheduled(model.distribute_strategy):
         raise ConfigurationError(

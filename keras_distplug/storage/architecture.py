@@ -52,7 +52,7 @@ def remember(files: Files, run: str, architecture: Architecture) -> None:
     except OSError as error:
         warnings.warn(
             f"{files.where(path)} could not be written: {error}. Training continues without it; "
-            "`keras-distplug export` will only be able to write safetensors files.",
+            "`keras-distplug export` may only be able to write safetensors files.",
             stacklevel=2,
         )
 
@@ -70,10 +70,10 @@ def recall(files: Files, run: str, step: int) -> Architecture:
     fitting = [each for each in known if each.from_step < step or not each.from_step]
     if not fitting:
         raise NoCheckpointError(
-            f"{files.where(run)} has no {layout.model_file(1)}: the architecture of its model was "
-            "not saved, either because Keras cannot serialize it or because an older release "
-            "wrote the run. Call `callback.export(path)` of the BackupAndRestore in the training "
-            "script, or export to a .safetensors file."
+            f"{files.where(run)} does not contain the architecture of the model at step {step}: "
+            "Keras could not serialize it, the file could not be written (training warned of "
+            "that), or an older release wrote the run. Export to a .safetensors file or, in a "
+            "script with one worker, call `export(path)` of its BackupAndRestore."
         )
     return fitting[-1]
 

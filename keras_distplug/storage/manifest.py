@@ -127,7 +127,9 @@ class Manifest:
         try:
             body = unseal(text)
         except ChangedError as error:
-            raise CorruptCheckpointError(f"{source} was changed after it was written.") from error
+            raise CorruptCheckpointError(
+                f"{source} was changed after it was written: its checksum does not match."
+            ) from error
         except ValueError as error:
             raise CorruptCheckpointError(
                 f"{source} is not a complete manifest: {error}."

@@ -107,7 +107,7 @@ class CheckpointStore:
             raise CorruptCheckpointError(
                 f"All {kind} checkpoints in {self.where()} are damaged: {', '.join(damaged)}. "
                 f"Their {layout.DAMAGED} files give the reasons. Pass resume=False to start a new "
-                f"run alongside them, or restore one from a copy and delete its {layout.DAMAGED}."
+                f"run alongside them, or restore one from a backup and delete its {layout.DAMAGED}."
             )
         return None
 

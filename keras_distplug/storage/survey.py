@@ -125,8 +125,8 @@ def run_names(files: Files, only: str | None = None) -> list[str]:
     names = [name for _, name in layout.runs(files)]
     if not names:
         raise NoCheckpointError(
-            f"{files.where()} contains no runs. Pass the directory that was passed to training, "
-            "which contains run-0001 and so on."
+            f"{files.where()} contains no runs. Pass the directory that the training was given; "
+            "it contains run-0001 and so on."
         )
     if only is None:
         return names

@@ -219,7 +219,7 @@ def _fork(
             os.write(writing, json.dumps({"pid": os.getpid()}).encode())
             os.close(writing)
         except BaseException as error:  # noqa: BLE001 (the server reports it)
-            os.write(writing, json.dumps({"error": repr(error)}).encode())
+            os.write(writing, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             os._exit(1)
         return None
     os.close(writing)
@@ -273,7 +273,8 @@ def _rewrite_marks(environ: Mapping[str, str]) -> None:
             old = re.search(rb"(?<![^\0])%s=[^\0]*" % name.encode(), block)
             if old is None or len(old[0]) != len(new):
                 raise RuntimeError(
-                    f"{name} is missing in the fork server's environment, or has another length"
+                    f"{name} could not be replaced in the environment of the forked process: it is "
+                    "missing there, or the old value does not have the length of the new one"
                 )
             memory.seek(start + old.start())
             memory.write(new)

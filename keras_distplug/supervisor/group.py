@@ -134,10 +134,13 @@ class Group:
             self.signal(signal.SIGKILL, workers)
             ended += self.wait(_POLL_SECS)[0]
             if time.monotonic() > deadline:
+                pids = guard.find_pids(self._get_marks(workers), adopted=workers is None)
+                listed = ",".join(map(str, pids))
                 raise SupervisorError(
-                    f"A worker is still running {_KILL_SECS:g} s after SIGKILL. It is probably "
-                    "waiting for a disk or a network mount that does not respond: check its state "
-                    "with `ps -o pid,stat,wchan`, and restart the job once it is gone."
+                    f"Processes of the workers are still running {_KILL_SECS:g} s after SIGKILL: "
+                    f"{listed}. They are probably waiting for a disk or a network mount that does "
+                    "not respond (then, their state is D). Check them with `ps -o "
+                    f"pid,stat,wchan:30,args -p {listed}`, and restart the job once they are gone."
                 )
         return ended
 

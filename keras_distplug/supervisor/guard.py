@@ -49,7 +49,7 @@ def living(marks: Collection[str], *, adopted: bool = False) -> bool:
         marks: Environment entries of the processes.
         adopted: True to include the orphans of `adopting_orphans`. Defaults to False.
     """
-    return bool(_pids(marks, adopted=adopted))
+    return bool(find_pids(marks, adopted=adopted))
 
 
 def kill_all(marks: Collection[str], timeout_secs: float) -> None:
@@ -62,7 +62,7 @@ def kill_all(marks: Collection[str], timeout_secs: float) -> None:
 
 def signal_all(marks: Collection[str], number: signal.Signals, *, adopted: bool = False) -> None:
     """Sends a signal to all processes of `living`."""
-    for pid, start in _pids(marks, adopted=adopted).items():
+    for pid, start in find_pids(marks, adopted=adopted).items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             pidfd = os.pidfd_open(pid)
             try:
@@ -178,7 +178,7 @@ def _read_stat(pid: int) -> _Stat | None:
     return _Stat(fields[0] not in b"ZX", int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def _pids(marks: Collection[str], *, adopted: bool = False) -> dict[int, int]:
+def find_pids(marks: Collection[str], *, adopted: bool = False) -> dict[int, int]:
     """Returns the PIDs of the running processes, with their start times."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     table = {pid: found for pid in pids if (found := _read_stat(pid)) is not None}

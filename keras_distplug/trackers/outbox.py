@@ -128,8 +128,8 @@ class Outbox:
             lost = len(self._waiting) + self._dropped
         if lost:
             announce(
-                f"{self._tracker.name} did not receive {lost} entries of this run (metrics of a "
-                "step, or incidents such as a restart)."
+                f"{self._tracker.name} did not receive all of this run. Missing: the metrics of a "
+                f"step, or an incident such as a restart, {lost} in all."
             )
 
     def _insist(self, act: Callable[[], None]) -> bool:

@@ -179,7 +179,7 @@ def test_pod_with_its_own_cluster() -> None:
 @pytest.mark.parametrize(
     ("environ", "complaint"),
     [
-        ({"JOB_COMPLETION_INDEX": "0"}, "JAX_NUM_PROCESSES must be a number from 1"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "KERAS_DISTPLUG_WORKERS must be a number from 1"),
         ({"KERAS_DISTPLUG_WORKERS": "2"}, "JOB_COMPLETION_INDEX must be a number.*nothing"),
         ({"KERAS_DISTPLUG_WORKERS": "0", "JOB_COMPLETION_INDEX": "0"}, "WORKERS must be.*'0'"),
         ({"KERAS_DISTPLUG_WORKERS": "9" * 30, "JOB_COMPLETION_INDEX": "0"}, "WORKERS must be"),

@@ -89,8 +89,11 @@ def test_unknown_waits(directory: Path, capsys: pytest.CaptureFixture[str]) -> N
     write(directory / "run-0001", "two", (at, began), *steps)
     assert main(["goodput", str(directory)]) == 0
     printed = capsys.readouterr().out
-    assert "1.0 s of steps include time waiting for data that cannot be measured" in printed
-    assert "3.0 s of steps include time waiting for other replicas" in printed
+    assert "Steps that took 1.0 s include an unknown amount of time waiting for data." in printed
+    assert (
+        "Steps that took 3.0 s include an unknown amount of time waiting for other replicas"
+        in printed
+    )
     assert main(["goodput", str(directory), "--json"]) == 0
     [run] = json.loads(capsys.readouterr().out)["runs"]
     assert run["unknown_waits_secs"] == {"input": 1.0, "sync": 3.0}

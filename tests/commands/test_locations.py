@@ -142,7 +142,7 @@ def test_near_miss(command: str, directory: str, say: Say) -> None:
     code, printed = say(command, f"{directory}/mnits")
     assert code == 3
     where = open_files(f"{directory}/mnist").where().rstrip("/")
-    assert f"contains no runs. Did you mean {where}?" in printed
+    assert f"does not exist or contains no runs. Did you mean {where}?" in printed
 
 
 def test_no_near_miss(tmp_path: Path, say: Say) -> None:

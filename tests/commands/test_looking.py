@@ -300,7 +300,7 @@ def test_verify_intact(directory: str, ask: Ask, say: Say) -> None:
             ("final-00000008", sound),
         ]  # fmt: skip
     assert "3 checkpoints of the right size" in say("verify", directory)[1]
-    assert "3 checkpoints intact, 0 damaged" in say("verify", directory, "--deep")[1]
+    assert "3 checkpoints intact; damaged or unreadable: 0" in say("verify", directory, "--deep")[1]
 
 
 @pytest.mark.parametrize("harm", made.HARM)
@@ -319,7 +319,7 @@ def test_verify_damage(harm: str, tmp_path: Path, ask: Ask, say: Say) -> None:
     code, printed = say("verify", tmp_path, "--deep")
     assert code == 1
     assert re.search(f"(?m)^{RUN}/step-00000004: damaged, .*({reason})", printed)
-    assert re.search(rf"(?m)^{RUN}/step-00000008: whole, \d+ B$", printed)
+    assert re.search(rf"(?m)^{RUN}/step-00000008: intact, \d+ B$", printed)
 
 
 def test_verify_some(tmp_path: Path, ask: Ask) -> None:
@@ -406,7 +406,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
         (("ls", "a", "--storage-options", "[1]"), "expected a JSON object. Received: a list"),
         (("ls", "a", "--storage-options", "{"), "expected a JSON object, or @FILE"),
         (("ls", "a", "--storage-options", "@none"), "No such file"),
-        (("ls", "a", "--storage-options", '{"a": 1}'), "a URL of a store with `storage_options`"),
+        (("ls", "a", "--storage-options", '{"a": 1}'), "only with the URL of a store"),
         (("ls", "nothing://a"), "Expected a folder, or a URL"),
         (("ls", __file__), "is a file"),
         (("ls", "a", "--", "b"), "takes no command after `--`"),

@@ -27,8 +27,10 @@ def is_pod(environ: Mapping[str, str]) -> bool:
 
 def from_pod(environ: Mapping[str, str]) -> Role:
     """Returns the role of a pod. All pods of the Job are workers, by their numbers."""
-    name = _WORKERS if _WORKERS in environ else _WORKERS_OF_TRAINER
-    workers, index = _number(environ, name, 1), _number(environ, _INDEX, 0)
+    name = _WORKERS_OF_TRAINER if _WORKERS_OF_TRAINER in environ else _WORKERS
+    name = _WORKERS if _WORKERS in environ else name
+    workers = _number(environ, name, 1, "Set it to the number of pods in their environment")
+    index = _number(environ, _INDEX, 0, "Kubernetes sets it in Jobs with completionMode: Indexed")
     if workers == 1:
         return single_process()
     if index >= workers:
@@ -50,12 +52,12 @@ def from_pod(environ: Mapping[str, str]) -> Role:
     return Role("worker", index, {"worker": addresses}, "Kubernetes")
 
 
-def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+def _number(environ: Mapping[str, str], name: str, least: int, remedy: str) -> int:
     text = environ.get(name, "")
     if not text.isdecimal() or not least <= int(text[:9]) <= _MOST or len(text) > 9:
         raise ClusterError(
             f"{ADDRESS} is set, so {name} must be a number from {least} to {_MOST}. Received: "
-            f"{shown(text) if text else 'nothing'}. Set it in the pods' environment, or unset "
-            f"{ADDRESS} to train in a single process."
+            f"{shown(text) if text else 'nothing'}. {remedy}; unset {ADDRESS} to train in a "
+            "single process."
         )
     return int(text)

@@ -21,6 +21,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 750, 16
 
 _MOST = 65_536  # nodes or tasks: a mistyped range must not fill the memory
+_TASK_COUNTS = re.compile(r"[\w(),.-]{1,80}")  # other text is not shown: it may be a secret
 T = TypeVar("T")
 
 
@@ -103,9 +104,10 @@ def expand_task_counts(text: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
         if not found:
+            received = repr(text) if _TASK_COUNTS.fullmatch(text) else shown(text)
             raise ClusterError(
-                "SLURM_STEP_TASKS_PER_NODE must look like '2(x3),1'. "
-                f"Received: {shown(text.replace('(', '').replace(')', ''))}."
+                "SLURM_STEP_TASKS_PER_NODE, which srun sets, must look like '2(x3),1'. Received: "
+                f"{received}. Start the script with srun itself, or set TF_CONFIG."
             )
         counts += [int(found[1])] * int(found[2] or 1)
         _counted(counts, "SLURM_STEP_TASKS_PER_NODE")

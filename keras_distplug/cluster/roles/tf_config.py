@@ -47,8 +47,8 @@ def parse(text: str, form: Form) -> dict[str, Any]:
         }
         raise ClusterError(
             f"{form.variable} is not valid JSON: {error.msg} at line {error.lineno}, column "
-            f"{error.colno}. Expected an object such as {json.dumps(example)}. Unset it to train "
-            "in a single process."
+            f"{error.colno}. Expected an object such as {json.dumps(example)}. Correct it, or "
+            "unset it to train in a single process."
         ) from None
     if not isinstance(config, dict):
         raise ClusterError(

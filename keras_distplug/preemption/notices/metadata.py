@@ -61,7 +61,8 @@ class Reply:
     def is_not(self, expected: str) -> MetadataError:
         start = self.text[:100]
         return MetadataError(
-            f"{self.url}: expected {expected}. Received: status {self.status} and {start!r}"
+            f"{self.url}: expected {expected}. Received: status {self.status} with the body "
+            f"{start!r}"
         )
 
 

@@ -179,8 +179,8 @@ def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:
     assert root is not None, url
     if storage_options:
         raise ConfigurationError(
-            f"Expected a URL of a store with `storage_options`. Received: {url!r}, a local folder. "
-            "Remove `storage_options`."
+            "Expected `storage_options` only with the URL of a store, such as s3://bucket/runs. "
+            f"Received: {url!r}, a local folder. Remove `storage_options`."
         )
     first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
     if not first.is_dir():

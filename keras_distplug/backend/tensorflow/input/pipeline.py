@@ -411,8 +411,8 @@ def _read(dataset: tf.data.Dataset) -> Pipeline:
     _remove_unread(read_, output, _merged(resources))
     if copied := sorted({node.op for node in read_.node if _RESOURCES.fullmatch(node.op)}):
         raise UnreadableError(
-            "its functions use TensorFlow variables or tables that could not be located in the "
-            f"pipeline ({', '.join(copied)})"
+            "its functions use TensorFlow variables or lookup tables that keras_distplug could not "
+            f"trace ({', '.join(copied)})"
         )
     steps = tuple(parse_steps(graph, functions))
     return Pipeline(steps, dataset, graph, output, large, resources)

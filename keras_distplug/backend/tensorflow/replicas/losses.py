@@ -230,12 +230,14 @@ def _refuse_what_mixes_samples(loss: keras.losses.Loss, output: str) -> None:
     if function is keras.losses.circle:
         instead = "Train on one device"
     elif function in (keras.losses.dice, keras.losses.tversky) and over_batch:
-        instead = "Pass axis=(1, 2, 3), or the axes that a sample has, or train on one device"
+        instead = (
+            "Pass axis=(1, 2, 3) to the loss, or the axes that a sample has, or train on one device"
+        )
     else:
         return
     raise ModelError(
-        f"The loss {loss.name!r} of output {output!r} compares the samples of a batch with each "
-        f"other, but a replica only has some of them. {instead}."
+        f"The loss {loss.name!r} of output {output!r} combines all samples of a batch, but a "
+        f"replica only has some of them. {instead}."
     )
 
 
