@@ -113,7 +113,7 @@ def test_impossible_cluster_spec(pools: object, task: object, complaint: str) ->
 def test_broken_cluster_spec() -> None:
     """A truncated CLUSTER_SPEC is refused with an example of the expected form."""
     with pytest.raises(
-        ClusterError, match=r"CLUSTER_SPEC is not valid JSON.*workerpool1.*Unset it"
+        ClusterError, match=r"CLUSTER_SPEC is not valid JSON.*workerpool1.*unset it"
     ):
         from_environment({"CLUSTER_SPEC": '{"cluster": {"workerpool0"'})
 
