@@ -85,7 +85,7 @@ def test_failure() -> None:
 def test_one_save_at_a_time() -> None:
     saver, save = Saver(), Save()
     saver.start(1, save)
-    with pytest.raises(RuntimeError, match="in progress"):
+    with pytest.raises(RuntimeError, match="still being written"):
         saver.start(2, lambda: None)
     save.may_end.set()
     saver.wait()

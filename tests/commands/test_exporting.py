@@ -129,7 +129,7 @@ def test_selected_checkpoint(
     [
         (("--step", "5"), 3, "contains no checkpoint 5"),
         (("--step", "best", "--metric", "x", "--mode", "min"), 2, "metrics: loss, val_loss"),
-        (("--format", "keras"), 3, "has no MODEL.json"),
+        (("--format", "keras"), 3, "does not contain the architecture of the model"),
     ],
 )
 def test_missing_checkpoint(

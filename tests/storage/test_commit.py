@@ -357,7 +357,9 @@ def test_state_that_cannot_be_written(root: Path) -> None:
     found = Workers(lambda rank: LocalFiles(root), 2).save(bad, "a-1")
     for error in found.values():
         assert isinstance(error, SaveError)
-        assert "`data/position` cannot be stored as JSON: Object of type object is not JSON" in str(error)
+        assert "`data/position` cannot be stored as JSON: Object of type object is not JSON" in str(
+            error
+        )
 
 
 def test_leftovers_of_an_earlier_attempt(root: Path) -> None:

@@ -372,7 +372,9 @@ def test_unknown_store(url: str) -> None:
 
 
 def test_options_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"with `storage_options`.*a local folder"):
+    with pytest.raises(
+        ConfigurationError, match=r"`storage_options` only with the URL.*a local folder"
+    ):
         open_files(tmp_path, {"key": "a"})
 
 

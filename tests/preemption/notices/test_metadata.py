@@ -111,5 +111,7 @@ def test_proxy_of_the_environment(name: str, mock: Mock, monkeypatch: pytest.Mon
 def test_fields(body: str, mock: Mock) -> None:
     """A body that is not a JSON object is an error that quotes its start."""
     mock.answers["GET /"] = [reply(body)]
-    with pytest.raises(MetadataError, match=r"expected (a )?JSON.* Received: status 200 and"):
+    with pytest.raises(
+        MetadataError, match=r"expected (a )?JSON.* Received: status 200 with the body"
+    ):
         request(f"{mock.base_url}/", {}, 20).fields()
