@@ -27,8 +27,8 @@ def is_pod(environ: Mapping[str, str]) -> bool:
 
 def from_pod(environ: Mapping[str, str]) -> Role:
     """Returns the role of a pod. All pods of the Job are workers, by their numbers."""
-    name = _WORKERS_OF_TRAINER if _WORKERS_OF_TRAINER in environ else _WORKERS
-    name = _WORKERS if _WORKERS in environ else name
+    names = (_WORKERS, _WORKERS_OF_TRAINER)
+    name = next((each for each in names if each in environ), _WORKERS)
     workers = _number(environ, name, 1, "Set it to the number of pods in their environment")
     index = _number(environ, _INDEX, 0, "Kubernetes sets it in Jobs with completionMode: Indexed")
     if workers == 1:
