@@ -56,5 +56,5 @@ def _cannot_carry(name: str, why: str) -> DataError:
         f"The dataset `{name}` was created before this process joined the cluster, and cannot be "
         f"transferred: {why}. Either call `keras_distplug.init()` at the top of the script, before "
         "any model, tensor or dataset is created, or pass a function that creates the dataset: "
-        f"`distributed_fit(model, make_{name}, ...)`."
+        f"`distributed_fit(model, {name}=make_{name}, ...)`."
     )

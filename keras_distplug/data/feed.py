@@ -351,7 +351,7 @@ def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
             "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a torch DataLoader, a "
             "generator, a function that returns one, or (nested) arrays, and `y` and "
             "`sample_weight` to be (nested) arrays. Received: x of type "
-            f"{type(x).__name__}: {error}"
+            f"{type(x).__name__}; x, y or sample_weight could not be converted to arrays: {error}"
         ) from error
     sizes = {array.shape[0] if array.ndim else None for array in keras.tree.flatten(arrays)}
     if len(sizes) != 1 or None in sizes:

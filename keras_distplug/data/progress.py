@@ -189,9 +189,9 @@ def _announce_orders(source: Source, what: str) -> None:
     if isinstance(source, TfData) and (titles := source.reordered):
         announce(
             f"every pass over the {what} reads the result of "
-            f"{' and '.join(f'`{title}`' for title in titles)} several times, as with `repeat`: "
-            "from the second pass on, the order of the samples differs from plain Keras'. A "
-            "resumed run sees the same order as an uninterrupted one"
+            f"{' and '.join(f'`{title}`' for title in titles)} several times, for example because "
+            "of a `repeat`: from the second pass on, the order of the samples differs from that in "
+            "plain Keras. A resumed run sees the same order as an uninterrupted one"
         )
 
 

@@ -176,14 +176,15 @@ class PyData(Source):
                 announce(
                     f"{type(self._given).__name__}.on_epoch_end changed nothing that is saved. If "
                     "it changes anything else, such as a dict of arrays or a file, a resumed run "
-                    "will not restore it: store values that change in an attribute, for example as "
-                    "an array of indices"
+                    "will not restore it: keep such values in attributes that are numbers, text or "
+                    "arrays, for example in an array of indices"
                 )
         for name in set(self._attributes.too_large() if self._hooks else ()) - self._reported:
             self._reported.add(name)
             announce(
-                f"{type(self._given).__name__}.on_epoch_end changes `{name}`, which is too large "
-                "to save. Shuffle an array of indices instead"
+                f"{type(self._given).__name__}: `{name}` changes during training, but is too "
+                "large to save, so a resumed run starts with its initial value. Shuffle an array "
+                "of indices instead"
             )
 
     def _described(self) -> Mapping[str, Any]:

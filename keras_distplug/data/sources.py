@@ -291,8 +291,8 @@ class TfData(Source):
             warnings.warn(
                 "The dataset was already iterated over in this process, and its shuffled orders "
                 "cannot be reset, because the pipeline cannot be inspected: "
-                f"{self._why_unreadable}. This `fit` sees the samples in another order than in a "
-                "new process. Create the dataset again before `fit`.",
+                f"{self._why_unreadable}. This `fit` sees the samples in a different order than "
+                "in a new process. Create the dataset again before `fit`.",
                 stacklevel=2,
             )
         with earlier_passes.paused():

@@ -49,7 +49,7 @@ class Incidents:
             return diagnose(of_model.model, fault.batch, of_model.stock["train_step"])
         except Exception as error:  # noqa: BLE001 (the step may be the user's)
             warnings.warn(
-                f"The origin of the skipped update of replica {fault.replica} is unknown, because "
+                f"The cause of the skipped update of replica {fault.replica} is unknown, because "
                 f"its batch could not be recomputed: {type(error).__name__}: {error}",
                 stacklevel=2,
             )

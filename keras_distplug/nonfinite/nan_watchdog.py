@@ -371,7 +371,7 @@ class NaNWatchdog(Watchdog):
         )
         if self._role.is_chief:
             report(_as_event(fault))
-            announce(f"an update was skipped (consecutive skips: {self._consecutive}). {fault}")
+            announce(f"an update was skipped (consecutive skips: {self._consecutive}): {fault}")
         if self.on_fault is not None:
             self.on_fault(fault)
 

@@ -104,8 +104,8 @@ class PreemptionHandler(Watchdog):
         unusable = operating_system.signals("SIGKILL", "SIGSTOP", "SIGINT")
         if set(unusable) & set(signals):
             raise ConfigurationError(
-                "Expected `signals` without SIGKILL and SIGSTOP, which cannot be handled, and "
-                "SIGINT, which is always handled. Received: signals="
+                "Expected `signals` not to contain SIGKILL or SIGSTOP, which cannot be handled, "
+                "nor SIGINT, which is always handled. Received: signals="
                 f"{[signal.Signals(n).name for n in signals]}"
             )
         if grace_secs < 0:
@@ -247,7 +247,9 @@ class PreemptionHandler(Watchdog):
         what = "no new checkpoint" if saved is None else f"the checkpoint of step {saved}"
         report(PreemptedEvent(cause.what, cause.worker, cause.is_user, saved))
         if self._role.is_chief:
-            announce(f"{notice}: training ends with {what}; restart the script to resume")
+            announce(
+                f"{notice}: training ends with {what}; the script resumes when it is restarted"
+            )
         if saved is not None and (supervised := Supervised.from_env()) is not None:
             supervised.report(self._role.name, Phase.PREEMPTED)
         # Requeuing makes Slurm signal this process again, which must not end it before the

@@ -51,8 +51,9 @@ def remember(files: Files, run: str, architecture: Architecture) -> None:
         files.create(path, [text.encode()])
     except OSError as error:
         warnings.warn(
-            f"{files.where(path)} could not be written: {error}. Training continues without it; "
-            "`keras-distplug export` may only be able to write safetensors files.",
+            f"The model's architecture was not saved: {files.where(path)} could not be written: "
+            f"{error}. Training continues without it; `keras-distplug export` may only be able to "
+            "write safetensors files.",
             stacklevel=2,
         )
 
@@ -72,8 +73,8 @@ def recall(files: Files, run: str, step: int) -> Architecture:
         raise NoCheckpointError(
             f"{files.where(run)} does not contain the architecture of the model at step {step}: "
             "Keras could not serialize it, the file could not be written (training warned of "
-            "that), or an older release wrote the run. Export to a .safetensors file or, in a "
-            "script with one worker, call `export(path)` of its BackupAndRestore."
+            "that), or an older release of keras_distplug wrote the run. Export to a .safetensors "
+            "file or, in a script with one worker, call `export(path)` of its BackupAndRestore."
         )
     return fitting[-1]
 
@@ -102,5 +103,5 @@ def _read(files: Files, run: str, number: int) -> Architecture:
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{files.where(path)} is damaged: {error!r}. Restore it from a copy, or call "
-            "`callback.export(path)` in the training script."
+            "`export(path)` of the BackupAndRestore in the training script."
         ) from error

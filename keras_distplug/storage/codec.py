@@ -282,7 +282,8 @@ def read(
     if length > min(_HEADER_BYTES, size - 8):
         raise CorruptCheckpointError(
             f"{source} is not a safetensors file: it declares a header of {length} bytes, but has "
-            f"only {size} bytes in total."
+            f"{size} bytes in total, and the format allows headers of at most {_HEADER_BYTES} "
+            "bytes."
         )
     header = memoryview(bytearray(length))
     yield header[: read_into(8, header)]

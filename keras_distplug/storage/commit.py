@@ -142,8 +142,8 @@ class Writer:
             raise
         except CheckpointError as error:
             warnings.warn(
-                f"Old checkpoints in {self._store.where()} were not deleted: {error} They use "
-                "disk space, but do no other harm.",
+                f"Old checkpoints in {self._store.where()} were not deleted: "
+                f"{str(error).rstrip('.')}. They use disk space, but do no other harm.",
                 stacklevel=2,
             )
 

@@ -56,7 +56,7 @@ class Export:
             )
         if self.step == BEST and self.best_by is None:
             raise ConfigurationError(
-                f'"{BEST}" requires a metric and "min" or "max". In a script, set '
+                f'Step "{BEST}" requires a metric and "min" or "max". In a script, set '
                 '`BackupAndRestore(keep_best=("val_loss", "min", 1))`; on the command line, pass '
                 "--metric val_loss --mode min."
             )

@@ -228,7 +228,8 @@ class Ownership:
                 newest = self._number
             except OSError as error:
                 raise CheckpointError(
-                    f"{self._files.where(self._claim_file)} could not be written: {error}"
+                    f"{self._files.where(self._claim_file)}, which marks the directory as in use, "
+                    f"could not be written: {error}. Check the storage and its permissions."
                 ) from error
             else:
                 return True

@@ -116,7 +116,8 @@ def prune(files: Files, run: str, going: Sequence[Outdated]) -> None:
             raise CorruptCheckpointError(
                 f"Nothing was deleted from {files.where(run)}, because its newest checkpoint "
                 f"{newest} is not intact: {error} If a running job has just replaced that "
-                "checkpoint, try again."
+                "checkpoint, try again. Otherwise, move its folder out of the run, so that an "
+                "older checkpoint counts as the newest."
             ) from error
     for each in going:
         # Delete the manifest first: if this is interrupted, the rest counts as no checkpoint.

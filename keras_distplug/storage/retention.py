@@ -65,8 +65,8 @@ class Retention(ShortRepr):
             case (str(), "min" | "max", int(count)) if count >= 1 and count is not True:
                 return
         raise ConfigurationError(
-            'Expected `keep_best` to be a metric, "min" or "max", and a number >= 1, such as '
-            f'("val_loss", "min", 3). Received: {self.keep_best!r}'
+            'Expected `keep_best` to be three values: a metric, "min" or "max", and an integer '
+            f'>= 1, such as ("val_loss", "min", 3). Received: {self.keep_best!r}'
         )
 
     def expired(self, oldest_first: Sequence[RetentionEntry]) -> tuple[str, ...]:

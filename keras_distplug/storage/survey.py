@@ -364,7 +364,8 @@ def choose_best(files: Files, run: SurveyedRun, metric: str, mode: Mode) -> Surv
         return committed[best[0]]
     known = sorted({name for each in committed.values() for name in each.whole.metrics})
     raise ConfigurationError(
-        f"No checkpoint in {files.where(run.name)} has the metric {metric!r}. Available metrics: "
+        f"Expected a metric that a checkpoint in {files.where(run.name)} has, with a value other "
+        f"than NaN. Received: {metric!r}. Its checkpoints have these metrics: "
         f"{', '.join(known) or 'none'}."
     )
 

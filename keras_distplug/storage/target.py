@@ -40,7 +40,10 @@ def written(
 @contextmanager
 def _in_folder(target: Path, ending: str, overwrite: bool) -> Iterator[Path]:
     if target.is_dir() or not target.parent.is_dir():
-        raise ConfigurationError(f"Expected a file in a folder that exists. Received: {target}")
+        raise ConfigurationError(
+            f"Expected the path of a file in a folder that exists. Received: {target}. Create its "
+            "folder first; if the path itself is a folder, add a file name."
+        )
     if os.path.lexists(target) and not overwrite:
         raise _exists_error(str(target))
     temporary = target.with_name(f".{target.stem}-{uuid.uuid4().hex}{ending}")

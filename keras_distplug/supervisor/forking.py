@@ -153,7 +153,9 @@ def load(modules: Sequence[str]) -> Loaded:
     # Native thread pools, such as OpenBLAS', stop before a fork and restart automatically.
     threads = [thread.name for thread in threading.enumerate()]
     if len(threads) > 1:
-        raise RuntimeError(f"importing {', '.join(modules)} started threads: {', '.join(threads)}")
+        raise RuntimeError(
+            f"importing {', '.join(modules)} left several threads running: {', '.join(threads)}"
+        )
     gc.collect()
     gc.freeze()  # otherwise the first collection in a worker would copy all shared memory
     set_by_modules = {
@@ -363,8 +365,9 @@ def _start_over(request: Request, why: str) -> None:
         Path(request.refusals).write_text(why)
     except OSError as error:
         warnings.warn(
-            f"The script needs its own process, because {why}; this could not be reported to the "
-            f"supervisor: {error}",
+            f"The script starts over without the fork server, because {why}. This may repeat at "
+            f"every restart, because the supervisor could not be notified: {error}. To save that time, "
+            "pass --no-fork-server to `keras-distplug run`.",
             stacklevel=2,
         )
     sys.stdout.flush()

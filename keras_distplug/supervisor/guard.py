@@ -86,7 +86,7 @@ def become_subreaper() -> None:
     """Makes orphaned descendants children of this process, which can then wait for their exit."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 @contextlib.contextmanager

@@ -186,11 +186,14 @@ def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
     if name.endswith(".py"):
         hint = f"Write `-- python {name}`: a script needs its interpreter."
     elif Path(name).is_file():
-        hint = f"The file exists but is not executable: `chmod +x {name}`, or name its interpreter."
+        hint = (
+            "The file exists, but it is not executable, or its folder (such as `./`) is not given. "
+            f"Run `chmod +x {name}` and give the folder, too, or write its interpreter before it."
+        )
     else:
         hint = (
-            "Expected a program on PATH or the path of an executable file. The interpreter of this "
-            f"command is {sys.executable}."
+            "Expected a program on PATH or the path of an executable file. To run a script with "
+            f"the Python of keras-distplug, write `-- {sys.executable} train.py`."
         )
     raise CommandNotFoundError(f"The command {name!r} cannot be started. {hint}")
 

@@ -78,8 +78,8 @@ class MlflowTracker:
         if run_id is not None and (experiment is not None or run_name is not None or tags):
             raise ConfigurationError(
                 "Expected either the `run_id` of an existing run, or `experiment`, `run_name` and "
-                "`tags` for a new one. Received both. Omit `run_id`, or set the others when the "
-                "script starts the run."
+                "`tags` for a new one. Received both. Omit `run_id`, or set the others where the "
+                "script opens that run."
             )
         self.experiment = experiment
         self._tracking_uri = tracking_uri

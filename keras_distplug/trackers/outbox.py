@@ -128,8 +128,8 @@ class Outbox:
             lost = len(self._waiting) + self._dropped
         if lost:
             announce(
-                f"{self._tracker.name} did not receive all of this run. Missing: the metrics of a "
-                f"step, or an incident such as a restart, {lost} in all."
+                f"{self._tracker.name} did not receive all of this run. Missing messages: {lost}, "
+                "each with the metrics of a step or an incident such as a restart."
             )
 
     def _insist(self, act: Callable[[], None]) -> bool:
@@ -241,7 +241,8 @@ def require_trackers(trackers: object) -> tuple[Tracker, ...]:
             raise ConfigurationError(
                 "Expected every item of `trackers` to be a tracker, such as "
                 "keras_distplug.WandbTracker(project='mnist') or another object with the methods "
-                f"of keras_distplug.trackers.Tracker. Received: {shown}"
+                f"of keras_distplug.trackers.Tracker. Received: {shown}. Pass an instance, not a "
+                "class, that has `name`, `open`, `log`, `alert` and `close`."
             )
         if not _NAME.fullmatch(each.name):
             raise ConfigurationError(

@@ -322,7 +322,7 @@ def test_too_large_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(object_states, "SMALL_BYTES", 2**19)
     fit("shuffles a large array", backup(tmp_path))
     [only] = announced
-    assert "on_epoch_end changes `weights`, which is too large" in only
+    assert "`weights` changes during training, but is too large to save" in only
 
 
 def test_draws_in_several_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

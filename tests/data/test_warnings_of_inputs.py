@@ -217,7 +217,7 @@ CASES = {
         lambda: mapped(lambda x, y: (2 * x, y), num_parallel_calls=2),
     ),
     "order in options": Case(
-        "options.deterministic=False .* Leave it out",
+        "options.deterministic=False .* Remove it",
         lambda: with_options(False),
         lambda: with_options(True),
     ),
@@ -250,14 +250,14 @@ CASES = {
         lambda: of_variable(2),
     ),
     "a global cache": Case(
-        "WithGlobalCache.on_epoch_end changed nothing that is saved.* store values "
-        "that change in an attribute, for example as an array of indices",
+        "WithGlobalCache.on_epoch_end changed nothing that is saved.* keep such values in "
+        "attributes that are numbers, text or arrays, for example in an array of indices",
         lambda: {"x": WithGlobalCache()},
         lambda: {"x": WithIndices()},
     ),
     "a large attribute": Case(
-        "WithLargeArray.on_epoch_end changes `x`, which is too large to save. Shuffle an array of "
-        "indices",
+        "WithLargeArray: `x` changes during training, but is too large to save, so .* Shuffle an "
+        "array of indices",
         lambda: {"x": WithLargeArray()},
         lambda: {"x": WithIndices()},
     ),

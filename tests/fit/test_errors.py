@@ -252,7 +252,7 @@ def test_dataset_that_cannot_be_moved(dataset: Callable[[], tf.data.Dataset]) ->
     with pytest.raises(DataError, match=r"calls Python code") as raised:
         carry.pack({"x": dataset()})
     assert "keras_distplug.init()" in str(raised.value)
-    assert "distributed_fit(model, make_x, ...)" in str(raised.value)
+    assert "distributed_fit(model, x=make_x, ...)" in str(raised.value)
 
 
 def on_fault(fault: Any) -> None:

@@ -206,7 +206,7 @@ def test_unreachable_server(
     assert time.monotonic() - started_s < 0.9
     assert tracker.points == []
     assert len(reports.events) == 1
-    assert "such as a restart, 7 in all." in caplog.text
+    assert "Missing messages: 7, each with" in caplog.text
 
 
 def test_tracker_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
