@@ -144,7 +144,10 @@ class BackupAndRestore(RunKeeper):
     ) -> None:
         super().__init__()
         if not backup_dir:
-            raise ConfigurationError(f"`backup_dir` is empty. Received: {backup_dir!r}")
+            raise ConfigurationError(
+                "Expected a directory for checkpoints, such as runs/mnist. Received: "
+                f"{backup_dir!r}"
+            )
         settings = Settings.of(saving, retention, resuming, local, single)
         self.backup_dir = backup_dir
         self.save_freq = save_freq

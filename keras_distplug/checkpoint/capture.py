@@ -206,7 +206,7 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
         except Exception as error:
             raise ModelError(
                 f"The model {model.name!r} of class {type(model).__name__} is not built, and could "
-                f"not be rebuilt from the checkpoint's build config ({how['model']}): {error}. "
+                f"not be built with the checkpoint's build config ({how['model']}): {error}. "
                 "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
             ) from error
     models.build_layers(model, how.get("layers", {}))

@@ -104,7 +104,7 @@ class FitState:
         self._lost_logs = LostLogs(is_chief=role.is_chief)
         self._lost_states: set[str] = set()  # names already reported
         for line in self._callbacks.unsound() if role.is_chief else ():
-            announce(f"a restart cannot restore: {line}")
+            announce(f"a callback cannot resume exactly after a restart: {line}")
         replica_values.stop_waiting(model)  # for variables that a failed `fit` did not make
 
     def _on_step_known(self, step: str, stage: touched.Stage) -> None:
@@ -229,7 +229,8 @@ class FitState:
         if new and self._role.is_chief:
             announce(
                 f"{', '.join(new)} changed during training and cannot be saved, so a restart "
-                "starts without it. Give the callback `state_dict()` and `load_state_dict(state)`"
+                "starts without this state. Give the callback `state_dict()` and "
+                "`load_state_dict(state)`"
             )
 
     def _data_position(self, in_epoch: bool) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class _Opening:
             skipped = found.record.place - place
             calls = "1 `fit` call" if skipped == 1 else f"{skipped} `fit` calls"
             announce(
-                f"{self.files.where(found.name)} is the run of this model and this data; the "
+                f"using {self.files.where(found.name)}, the run of this model and this data; the "
                 f"script skipped {calls} before it"
             )
             return found
@@ -153,8 +153,8 @@ class _Opening:
             return expected
         if (earlier := self._earlier_run(sequence.values())) is not None:
             announce(
-                f"{self.files.where(earlier.name)} is the run of this model and this data; newer "
-                "runs in the directory belong to different models or different data"
+                f"using {self.files.where(earlier.name)}, the run of this model and this data; "
+                "newer runs in the directory belong to different models or different data"
             )
             return earlier
         if not _is_finished(self.files, last) and layout.places(self.files, last.name):

@@ -115,9 +115,9 @@ def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
         )
     if not is_fit and is_chief:
         announce(
-            "a custom training loop calls these callbacks, not Keras' `fit`: a restart restores "
-            "the model, its optimizer and the callbacks, but the loop itself must skip the batches "
-            "trained before the checkpoint. Use `model.fit` to resume exactly"
+            "the callbacks are called by a custom training loop, not by Keras' `fit`: a restart "
+            "restores the model, its optimizer and the callbacks, but the loop itself must skip "
+            "the batches trained before the checkpoint. Use `model.fit` to resume exactly"
         )
 
 

@@ -179,7 +179,10 @@ class Saves:
             return
         why = next((each for each in failures if each is not None), None)
         if why is None and not are_in_time[0]:
-            why = f"{left_s or 0:.1f} s left, and the last save took longer"
+            why = (
+                f"the {left_s or 0:.1f} s until this process may be killed are too short for "
+                "another save, judging by the last one"
+            )
         if why is None:
             self.save(state)
             failed = self._wait_until(end_s)

@@ -103,7 +103,7 @@ class Resuming(ShortRepr):
         if self.init_optimizer and self.init_from is None:
             raise ConfigurationError(
                 "`init_optimizer` restores the optimizer of the run in `init_from`, which is not "
-                "given. Received: init_optimizer=True"
+                "given. Received: init_optimizer=True. Pass `init_from`, or omit `init_optimizer`."
             )
         if self.init_from is not None:
             object.__setattr__(self, "init_from", os.fspath(self.init_from))
@@ -202,7 +202,8 @@ class Settings:
         if single.get("local_freq") is not None and local is None is single.get("local_tier"):
             raise ConfigurationError(
                 "`local_freq` sets how often a checkpoint is saved in the folder `local_tier`, "
-                f"which is not given. Received: local_freq={single['local_freq']!r}"
+                f"which is not given. Received: local_freq={single['local_freq']!r}. Pass "
+                "`local_tier`, or omit `local_freq`."
             )
         of_local = {
             name: single[name]

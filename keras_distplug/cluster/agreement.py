@@ -43,7 +43,10 @@ class _NoPeers:
         return True
 
     def get(self, key: str, timeout_s: float | None) -> str:
-        raise AgreementError(f"{key!r}: there is no other worker that could send it.")
+        raise AgreementError(
+            f"Expected no wait for {key!r}: this process trains alone, so no other worker can send "
+            "it. This is a bug in keras_distplug: report this message."
+        )
 
     def delete(self, key: str) -> None:
         return

@@ -150,14 +150,21 @@ class Channel:
             return self._get(key, f"the chief's message on {topic!r}")
         if value is None:
             who = "chief" if self.role.world_size > 1 else "only worker"
-            raise AgreementError(f"Agreement on {topic!r}: the {who} gave no value.")
+            raise AgreementError(
+                f"Expected a value for {topic!r} from the {who}. Received: none. This is a bug in "
+                "keras_distplug: report this message."
+            )
         self._put(key, topic, value)
         self._answers.append(key)
         return value
 
     def _put(self, key: str, topic: str, text: str) -> None:
         if not self._put_first(key, topic, text):
-            raise AgreementError(f"{self.role.name}: {topic!r} has been sent before.")
+            raise AgreementError(
+                f"Expected one message on {topic!r}. Received: a second one, from "
+                f"{self.role.name}. Start all workers again, and report this message if it "
+                "appears again."
+            )
 
     def _put_first(self, key: str, topic: str, text: str) -> bool:
         with self._explained(f"the store to accept {topic!r}", self._timeout_s):

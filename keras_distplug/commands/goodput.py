@@ -118,10 +118,10 @@ def _print(document: Mapping[str, Any]) -> None:
     tables.say_table("", ("", "seconds", "share", ""), rows, right=("seconds", "share"))
     for category, unknown_s in document["unknown_waits_secs"].items():
         tables.say(
-            f"Steps that took {unknown_s:.1f} s include an unknown amount of time "
-            f"{_WAITS[category]}. It cannot be measured if XLA compiles the steps, if "
-            "`steps_per_execution` is greater than 1, or if a chief schedules them on workers. All "
-            "of this time counts as training."
+            f"Steps that took {unknown_s:.1f} s in total include an unknown amount of time "
+            f"{_WAITS[category]}, which is counted under `step`. It cannot be measured if "
+            "XLA compiles the steps, if `steps_per_execution` is greater than 1, or if a chief "
+            "schedules the steps on workers."
         )
     tables.say("")
     attempts = [

@@ -29,7 +29,7 @@ def run(parsed: argparse.Namespace) -> int:
     out = None if parsed.out == _STDOUT else Path(parsed.out or f"{name}.html")
     if out is not None and out.exists() and not parsed.overwrite:
         raise ConfigurationError(
-            f"{out} already exists. Give another name with -o, or --overwrite."
+            f"{out} already exists. Give another name with -o, or pass --overwrite."
         )
     with progress_bar.bar() as bar:
         names = run_logs.names(location, parsed)

@@ -89,8 +89,9 @@ class Chief:
                 first, second = (self._hellos[each] for each in rivals[:2])
                 raise ClusterError(
                     f"Two processes claim to be {second.name}: {first.where}, and {second.where}. "
-                    "Expected every process to have its own index. Check 'task' in TF_CONFIG, and "
-                    "whether a process of an earlier start is still running."
+                    "Expected every process to have its own index. Check the index that each was "
+                    "given ('task' in TF_CONFIG, if that is set), and whether a process of an "
+                    "earlier start is still running."
                 )
             self._waiting.on(get_name(self._role, rank), "two processes claim this index")
             return True
@@ -216,7 +217,7 @@ class Chief:
             raise ClusterError(
                 f"{self._hello.name} is this process ({self._hello.where}), but at that address "
                 f"{other.where} answers. Expected every process to have its own address and "
-                "index: check TF_CONFIG."
+                "index: check the cluster definition of both (TF_CONFIG, if that is set)."
             )
         if time.monotonic() - self._own_at > _OWN_EVERY_SECS:
             self._own = None

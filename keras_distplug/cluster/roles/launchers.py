@@ -27,8 +27,8 @@ def require_none(environ: Mapping[str, str]) -> None:
             raise ClusterError(
                 f"This process is one of {count} ({rank}={number}, {size}={count}, as set by "
                 f"{launcher}), but these variables do not contain the addresses of the others, so "
-                "every process would train alone. Expected: TF_CONFIG, Slurm, Vertex AI, SageMaker "
-                "or KERAS_DISTPLUG_ADDRESS (Kubernetes). Start the "
+                "every process would train alone. Expected addresses from TF_CONFIG, Slurm, Vertex "
+                "AI, SageMaker or KERAS_DISTPLUG_ADDRESS (Kubernetes). Start the "
                 f"processes with `keras-distplug run --workers {count} -- python train.py` or "
                 "`srun`, or set TF_CONFIG for each. If every process should train alone, set "
                 "TF_CONFIG='{}' and give each its own directory."

@@ -54,7 +54,10 @@ def from_step(environ: Mapping[str, str]) -> Role:
         raise ClusterError(f"SLURM_STEP_NUM_TASKS is {total}. Expected at most {_MOST}.")
     places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     if rank >= total:
-        raise ClusterError(f"SLURM_PROCID is {rank}. Expected a number below {total}.")
+        raise ClusterError(
+            f"SLURM_PROCID is {rank}. Expected a number below {total}, the value of "
+            "SLURM_STEP_NUM_TASKS. Start the script with srun itself, or set TF_CONFIG."
+        )
     _check_block_layout(environ, rank, places[rank])
     ports = _slurm_ports(environ, max(tasks))
     addresses = tuple(f"{nodes[node]}:{ports[local]}" for node, local in places)
@@ -155,8 +158,8 @@ def _counted(items: Iterable[T], variable: str) -> list[T]:
 
 def _bad_node_list(text: str) -> ClusterError:
     return ClusterError(
-        "SLURM_STEP_NODELIST must look like 'node[01-03,07],gpu5'. Cannot be parsed: "
-        f"{shown(text)}."
+        "SLURM_STEP_NODELIST must look like 'node[01-03,07],gpu5'. Received: "
+        f"{shown(text)}. Start the script with srun itself, or set TF_CONFIG."
     )
 
 

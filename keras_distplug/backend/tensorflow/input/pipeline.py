@@ -384,7 +384,7 @@ def _read(dataset: tf.data.Dataset) -> Pipeline:
         map(_count_bytes, itertools.chain.from_iterable(map(_get_tensors, walk_upstream(dataset))))
     )
     if held > _MOST_BYTES:
-        raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")
+        raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors, which is too much")
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=dataset._variant_tensor,

@@ -132,9 +132,9 @@ def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None
         first = file.readline().decode(errors="replace").split(logger.sep)[0]
     if first not in ("epoch", str(epoch)):
         warnings.warn(
-            f"Expected the CSVLogger file {logger.filename} to continue with epoch {epoch}, from "
-            "which training resumes. Received: other rows. These rows are kept, and those of the "
-            "resumed epochs are appended after them.",
+            f"Expected the CSVLogger file {logger.filename} to continue with epoch {epoch} "
+            "(counted from 0), from which training resumes. Received: other rows. These rows are "
+            "kept, and those of the resumed epochs are appended after them.",
             stacklevel=2,
         )
         return

@@ -156,7 +156,7 @@ def _warn_once(name: str, found: Installation) -> None:
     warnings.warn(
         f"{found} is newer than the versions that keras-distplug {__version__} was tested with, "
         f"{name}{_tested(name)}. Training continues; results and resuming are untested. "
-        f"{STRICT}=1 refuses untested versions.",
+        f"Set {STRICT}=1 to refuse untested versions.",
         stacklevel=4,
     )
 
