@@ -144,10 +144,7 @@ class BackupAndRestore(RunKeeper):
     ) -> None:
         super().__init__()
         if not backup_dir:
-            raise ConfigurationError(
-                "Expected a directory for checkpoints, such as runs/mnist. Received: "
-                f"{backup_dir!r}"
-            )
+            raise ConfigurationError(f"Expected a checkpoint directory. Received: {backup_dir!r}")
         settings = Settings.of(saving, retention, resuming, local, single)
         self.backup_dir = backup_dir
         self.save_freq = save_freq
@@ -388,9 +385,7 @@ class BackupAndRestore(RunKeeper):
                         self._state.step, lambda: self._state.take(logs), is_last=is_last
                     )
         elif self._role.is_chief:
-            announce(
-                f"no checkpoint is saved at the end of epoch {epoch + 1}: its loss is not finite"
-            )
+            announce(f"no checkpoint is saved after epoch {epoch + 1}: its loss is not finite")
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         models.start_at_epoch(self.model, None)
