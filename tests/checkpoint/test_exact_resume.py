@@ -386,5 +386,5 @@ def test_other_metrics(
     interrupt(tmp_path, shuffled, ("batch", 1, 2), made=lambda: measured(before))
     _, history, watch = train(tmp_path, shuffled, made=lambda: measured(now))
     assert watch.seen[0][:2] == (1, 2)
-    assert "metrics of this epoch include the batches before" in caplog.text
+    assert "metrics of this epoch do not cover the batches before" in caplog.text
     assert history.epoch == [0, 1, 2]
