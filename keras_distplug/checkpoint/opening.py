@@ -144,8 +144,8 @@ class _Opening:
             skipped = found.record.place - place
             calls = "1 `fit` call" if skipped == 1 else f"{skipped} `fit` calls"
             announce(
-                f"using {self.files.where(found.name)}, the run of this model and this data; the "
-                f"script skipped {calls} before it"
+                f"using {self.files.where(found.name)}, the run of this model and this data; this "
+                f"time, the script did not make the {calls} that came before"
             )
             return found
         last = sequence[max(sequence)]

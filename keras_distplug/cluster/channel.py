@@ -161,9 +161,9 @@ class Channel:
     def _put(self, key: str, topic: str, text: str) -> None:
         if not self._put_first(key, topic, text):
             raise AgreementError(
-                f"Expected one message on {topic!r}. Received: a second one, from "
-                f"{self.role.name}. Start all workers again, and report this message if it "
-                "appears again."
+                f"Expected one message on {topic!r}. Received: a second one, from this process, "
+                f"{self.role.name}. Start all workers again, and report this message if it appears "
+                "again."
             )
 
     def _put_first(self, key: str, topic: str, text: str) -> bool:

@@ -230,8 +230,8 @@ class PreemptionHandler(Watchdog):
         if isinstance(error.__cause__, ConnectionError):
             return  # a lost worker ends `fit` with its own error
         announce(
-            "a preemption no longer saves a checkpoint, because the workers could not agree on a "
-            f"step to stop at: {error}"
+            "training continues, but a preemption may end it without saving a checkpoint, because "
+            f"the workers could not agree on a step to stop at: {error}"
         )
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:

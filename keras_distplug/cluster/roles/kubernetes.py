@@ -29,7 +29,9 @@ def from_pod(environ: Mapping[str, str]) -> Role:
     """Returns the role of a pod. All pods of the Job are workers, by their numbers."""
     names = (_WORKERS, _WORKERS_OF_TRAINER)
     name = next((each for each in names if each in environ), _WORKERS)
-    workers = _number(environ, name, 1, "Set it to the number of pods in their environment")
+    workers = _number(
+        environ, name, 1, "Set it, in the environment of every pod, to the number of pods"
+    )
     index = _number(environ, _INDEX, 0, "Kubernetes sets it in Jobs with completionMode: Indexed")
     if workers == 1:
         return single_process()

@@ -33,7 +33,7 @@ class Role:
     source: str
 
     def __post_init__(self) -> None:
-        _check_task(self.task_type, self.index, self.cluster)
+        _check_task(self.task_type, self.index, self.cluster, self.source)
 
     @property
     def is_chief(self) -> bool:
@@ -99,13 +99,17 @@ def single_process() -> Role:
     return Role(task_type="worker", index=0, cluster={}, source="single process")
 
 
-def _check_task(task_type: Any, index: Any, cluster: Mapping[str, tuple[str, ...]]) -> None:
+def _check_task(
+    task_type: Any, index: Any, cluster: Mapping[str, tuple[str, ...]], source: str
+) -> None:
     if task_type not in TASK_TYPES:
         raise ClusterError(
             f"Unknown task type {shown(task_type)}. Expected: {', '.join(TASK_TYPES)}."
         )
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise ClusterError(f"The task's index must be an int >= 0. Received: {shown(index)}.")
+        raise ClusterError(
+            f"The task's index, from {source}, must be an int >= 0. Received: {shown(index)}."
+        )
     # By TensorFlow's convention, the evaluator is outside the cluster that it watches.
     if not cluster or (task_type == "evaluator" and task_type not in cluster):
         return
