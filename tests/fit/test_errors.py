@@ -214,7 +214,7 @@ def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
     refuse(
         ConfigurationError, "Received: ftp://host/a. Mount", model, X, Y, directory="ftp://host/a"
     )
-    refuse(ConfigurationError, "Expected a directory for check", model, X, Y, directory="")
+    refuse(ConfigurationError, "Expected a checkpoint directory", model, X, Y, directory="")
     refuse(
         ConfigurationError,
         "as an argument of the BackupAndRestore among the callbacks",
