@@ -216,7 +216,7 @@ def test_links_to_runs(tmp_path: Path, say: Say) -> None:
 
 @pytest.mark.parametrize("step", [4, 8])
 @pytest.mark.parametrize("what", ["", "MANIFEST.json"])
-def test_training_beside_a_link_out_of_the_run(step: int, what: str, tmp_path: Path) -> None:
+def test_training_with_a_link_out_of_the_run(step: int, what: str, tmp_path: Path) -> None:
     """Training resumes from the newest other checkpoint and deletes old ones as usual. A warning
     says why the link is ignored."""
     directory, link = tmp_path / "runs", f"step-{step:08d}"
