@@ -4,6 +4,7 @@ import gc
 import inspect
 import logging
 import os
+import signal
 from collections.abc import Generator, Iterator
 from functools import cache
 from importlib import metadata
@@ -92,6 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("same examples", derandomize=True)
     if config.getoption("--stage") != "all":
         hypothesis.settings.load_profile("same examples")
+    # A script that runs the tests in the background makes them, and the processes that they start,
+    # ignore SIGINT.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _deselect_other_stages(config: pytest.Config, items: list[pytest.Item]) -> None:
