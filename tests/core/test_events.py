@@ -144,7 +144,7 @@ def test_number_beyond_float() -> None:
     line = to_line(Entry(1.0, "worker-0", events.Hung("waits")))
     for number in (b"1" + b"0" * 400, b"1" + b"0" * 100, b"1e17", b"-1.0", b"NaN", b"1e999"):
         with pytest.raises(
-            ValueError, match=r"digits|not a valid time|not a JSON number|implausible value"
+            ValueError, match=r"not a valid time|not a JSON number|implausible value"
         ):
             from_line(line.replace(b"1.0", number))
     assert from_line(line.replace(b"1.0", b"1" + b"0" * 11)) is not None
