@@ -47,7 +47,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(*errors, sep="\n", end="\n" if errors else "", file=sys.stderr)
         return 1 if errors else 0
     _write(out, html)
-    tables.say(f"{out}: {tables.plural(len(runs), 'run')}")
+    tables.say(f"{out}: written, with {tables.plural(len(runs), 'run')}")
     for run in runs:
         tables.say(*run.get("notes", ()))
     tables.say(*errors)
@@ -72,7 +72,8 @@ def _write(out: Path, html: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ConfigurationError(
-            f"{out} cannot be written: {error.strerror}. Give -o a file in a folder that exists."
+            f"{out} cannot be written: {error.strerror}. Give -o a file in a folder that exists "
+            "and can be written."
         ) from error
 
 
