@@ -152,7 +152,7 @@ class Channel:
             who = "chief" if self.role.world_size > 1 else "only worker"
             raise AgreementError(
                 f"Expected a value for {topic!r} from the {who}. Received: none. This is a bug in "
-                "keras_distplug: report this message."
+                "keras_distplug: please report it with this message."
             )
         self._put(key, topic, value)
         self._answers.append(key)

@@ -226,8 +226,8 @@ def feed(
     if validation_split and validation_data is None:
         if _is_batched(x) or callable(x):
             raise DataError(
-                "`validation_split` needs `x` as arrays. Received: x of type "
-                f"{type(x).__name__}. Give `validation_data`."
+                "`validation_split` requires `x` to be arrays. Received: x of type "
+                f"{type(x).__name__}. Pass `validation_data` instead."
             )
         (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
     source, how = _source(x, y, sample_weight, class_weight, batch_size, shuffle, seed, model)

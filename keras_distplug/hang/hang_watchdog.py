@@ -127,7 +127,8 @@ class HangWatchdog(Watchdog):
             if not (is_number and float(value) > 0) and not (has_auto and value == "auto"):
                 raise ConfigurationError(
                     f"Expected `{name}` to be a number of seconds > 0"
-                    f"{', or `auto`' * has_auto}. Received: {value!r}"
+                    + ", or 'auto'" * has_auto
+                    + f". Received: {value!r}"
                 )
         self.step_secs = step_secs
         self.first_step_secs = first_step_secs

@@ -213,9 +213,9 @@ class PreemptionHandler(Watchdog):
 
     def _on_notice(self, notice: Notice) -> None:
         """Handles a notice of the cloud. Called from a thread."""
-        what = f"{notice.source} {notice.announced}"
+        what = f"{notice.source} notice of {notice.announced}"
         if not notice.is_final:
-            announce(f"{what} for {self._where}; training continues")
+            announce(f"{what} to {self._where}; training continues")
             return
         at_unix_s = notice.at_unix_s or time.time() + self.grace_secs
         self._stop.request(Cause(what, self._where, at_unix_s))

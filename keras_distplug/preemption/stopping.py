@@ -23,7 +23,7 @@ class Cause:
     """The reason for stopping training.
 
     Args:
-        what: Kind of notice, such as "SIGTERM" or "AWS spot instance-action terminate".
+        what: Kind of notice, such as "SIGTERM" or "AWS notice of spot instance-action terminate".
         worker: Worker that was notified.
         at_unix_s: Time at which the machine goes away, in seconds since 1970.
         is_user: True for Ctrl-C. Defaults to False.

@@ -312,7 +312,7 @@ class Writer:
         except FencedError:
             raise
         except CheckpointError as error:
-            warnings.warn(f"A failed save's leftovers could not be deleted: {error}", stacklevel=2)
+            warnings.warn(f"The files of a failed save could not be deleted: {error}", stacklevel=2)
 
     def _send_result(self, topic: str, make: Callable[[], T]) -> T:
         """Sends the other workers the result of `make`, or its error."""
@@ -364,7 +364,7 @@ def _verified_text(manifest: Manifest) -> str:
     try:
         read = Manifest.from_json(text, layout.MANIFEST)
     except CheckpointError as error:
-        raise CheckpointError(f"it would not be readable: {error}") from error
+        raise CheckpointError(f"its manifest could not be read back: {error}") from error
     if read.to_json() != text:
         raise CheckpointError("JSON would change some of its values")
     return text

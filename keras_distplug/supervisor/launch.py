@@ -123,7 +123,7 @@ def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
     if tasks > 1:
         raise ConfigurationError(
             f"{role.source} says that this process is {role.name} of {tasks} tasks, so a scheduler "
-            "already starts the workers. Let the scheduler run the script directly "
+            "is already starting the workers. Let the scheduler run the script directly "
             f"(`python train.py`), or unset {VARIABLES[role.source]} to start workers on this "
             "machine only."
         )

@@ -153,7 +153,7 @@ def test_manifest_that_its_reader_refuses(tmp_path: Path, monkeypatch: pytest.Mo
         return stock(text, source)
 
     monkeypatch.setattr(Manifest, "from_json", from_json)
-    with pytest.warns(UserWarning, match="would not be readable: no manifest"):
+    with pytest.warns(UserWarning, match="could not be read back: no manifest"):
         fit(None, backup(tmp_path))
     assert len(refused) == 1
     assert not (tmp_path / "run-0001" / "step-00000004" / "MANIFEST.json").exists()

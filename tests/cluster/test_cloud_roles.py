@@ -95,7 +95,7 @@ def test_alone(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("pools", "task", "complaint"),
     [
-        (POOLS, {"type": "workerpool1", "index": 2}, "expected an index from 0 to 1"),
+        (POOLS, {"type": "workerpool1", "index": 2}, "the cluster lists 2 of that type"),
         (POOLS, {"type": "workerpool2", "index": 0}, "'ps', but the cluster has only: chief"),
         (POOLS, {"type": "workerpool9", "index": 0}, "unknown task type .workerpool9."),
         (POOLS, None, r"CLUSTER_SPEC\['task'\] must be an object.*a JSON null"),

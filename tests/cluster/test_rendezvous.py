@@ -366,7 +366,7 @@ def test_stranger_at_the_chiefs_address(answer: bytes | None) -> None:
         [error] = outcomes(meet(worker))
     assert received
     assert isinstance(error, ClusterError)
-    assert f"looks for worker-0 (the chief, {worker.cluster['worker'][0]})" in str(error)
+    assert f"expected worker-0 (the chief, {worker.cluster['worker'][0]})" in str(error)
 
 
 def test_another_worker_at_the_chiefs_address(monkeypatch: pytest.MonkeyPatch) -> None:

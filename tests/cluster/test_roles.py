@@ -162,7 +162,7 @@ def test_impossible_cluster(cluster: object, complaint: str) -> None:
     [
         ({"type": "chief", "index": 0}, "'chief', but the cluster has only: worker"),
         ({"type": "gpu", "index": 0}, "Unknown task type 'gpu'"),
-        ({"type": "worker", "index": 2}, "an index from 0 to 1"),
+        ({"type": "worker", "index": 2}, "the cluster lists 2 of that type"),
         ({"type": "worker", "index": -1}, "int >= 0. Received: -1"),
         ({"type": "worker", "index": 0.5}, "int >= 0. Received: 0.5"),
         ({"type": "worker", "index": True}, "int >= 0. Received: True"),

@@ -171,9 +171,7 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
     refuse(DataError, "`y` must be part of the dataset", model, batched, Y)
     refuse(DataError, "`sample_weight` must be part of", model, batched, sample_weight=Y)
     refuse(DataError, "`batch_size` applies to arrays", model, batched, batch_size=8)
-    refuse(
-        DataError, "`validation_split` needs `x` as arrays", model, batched, validation_split=0.5
-    )
+    refuse(DataError, "`validation_split` requires `x`", model, batched, validation_split=0.5)
     refuse(DataError, "same number of samples", model, X, Y[:-1])
     refuse(DataError, "holds no samples", model, X[:0], Y[:0])
     refuse(DataError, "type object", model, object())

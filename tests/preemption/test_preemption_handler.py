@@ -351,7 +351,7 @@ def test_notice_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     thread.start()
     thread.join(100)
     assert [type(error) for error in raised] == [Preempted]
-    assert "AWS spot instance-action terminate" in str(raised[0])
+    assert "AWS notice of spot instance-action terminate" in str(raised[0])
 
 
 def test_no_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

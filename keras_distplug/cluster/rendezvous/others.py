@@ -47,7 +47,7 @@ def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) 
                 stranger_since = stranger_since or error.since
                 if time.monotonic() - stranger_since > _STRANGER_SECS:
                     raise ClusterError(
-                        f"{role.name} looks for {chief}, but {why}. Expected the chief there. "
+                        f"{role.name} expected {chief} at its address, but {why}. "
                         "Give the chief a free port on its machine, and correct its address in the "
                         f"cluster definition of every task ({role.source})."
                     ) from None

@@ -38,8 +38,8 @@ class Waiting:
         if secs > self.limit_secs:
             raise PeerLostError(
                 f"{self.role.name} has waited {secs:.0f} s for {whom} ({why}). Expected all "
-                f"workers to start within that time ({LIMIT}). Start them, or correct the "
-                f"addresses ({self.role.source})."
+                f"workers to start within the limit ({LIMIT}). Start them, raise the limit, or "
+                f"correct the addresses (from {self.role.source})."
             )
         if secs > self._next:
             self._next = secs + _LINE_EVERY_SECS

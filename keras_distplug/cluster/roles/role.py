@@ -121,7 +121,7 @@ def _check_task(
     if index >= len(cluster[task_type]):
         raise ClusterError(
             f"This task is {task_type} {index}, but the cluster lists {len(cluster[task_type])} "
-            f"of that type. Expected an index from 0 to {len(cluster[task_type]) - 1}."
+            f"of that type, numbered from 0. Correct the index, or add the task to the cluster."
         )
 
 

@@ -27,7 +27,7 @@ class GceNotices:
     def poll(self) -> Notice | None:
         """Returns the current notice, or None. Raises MetadataError."""
         if self._get_one_of("preempted", "TRUE", "FALSE") == "TRUE":
-            return Notice("GCE", "preempted", None, True)
+            return Notice("GCE", "preemption", None, True)
         terminate, migrate = "TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"
         event = self._get_one_of("maintenance-event", "NONE", migrate, terminate)
         if event == "NONE":

@@ -158,7 +158,7 @@ class TestGce:
     def test_preempted(self, gce: GceNotices, mock: Mock) -> None:
         """Preemption is final, and no further request is sent in the remaining 30 seconds."""
         mock.answers[PREEMPTED] = [google("TRUE")]
-        assert gce.poll() == Notice("GCE", "preempted", None, True)
+        assert gce.poll() == Notice("GCE", "preemption", None, True)
         assert mock.asked == [PREEMPTED]
 
     @pytest.mark.parametrize(("what", "is_final"), [("TERMINATE", True), ("MIGRATE", False)])
