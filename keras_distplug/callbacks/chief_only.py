@@ -10,6 +10,7 @@ from pathlib import Path
 import keras
 
 from keras_distplug.backend.tensorflow.runtime import keras_callbacks
+from keras_distplug.callbacks.watchdog import require_made
 from keras_distplug.cluster import roles
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ConfigurationError
@@ -61,6 +62,7 @@ def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
         ConfigurationError: If the callback influences training, such as `EarlyStopping`: workers
             without it would train differently.
     """
+    require_made([callback])
     if not isinstance(callback, keras.callbacks.Callback):
         raise ConfigurationError(
             f"Expected a Keras callback. Received: an object of type {type(callback).__name__}. "

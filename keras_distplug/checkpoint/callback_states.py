@@ -62,9 +62,10 @@ class CallbackStates:
         try:
             Encoder({}, np.asarray).encode(state, "")
         except UnsavableError as error:
+            where = f", at `{error.path[1:]}`" * bool(error.path)
             raise ConfigurationError(
                 f"Expected {name}.state_dict() to return numbers, text, arrays, and lists, tuples, "
-                f"sets and dicts of these. Received, at `{error.path[1:]}`: {error.value!r}. "
+                f"sets and dicts of these. Received{where}: {error.value!r}. "
                 "Return it in one of these forms, or omit it."
             ) from error
 

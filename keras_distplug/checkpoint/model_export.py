@@ -150,9 +150,15 @@ def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bo
     stored = capture.specs_of_model(manifest.variables)
     difference = first_difference(stored, capture.make_specs(model), by_path=by_path)
     if difference is not None:
+        which, remedy = (
+            "The model rebuilt from the saved architecture does not have",
+            EXPORT_INSTEAD,
+        )
+        if by_path:  # the model in training
+            which = "The model no longer has"
+            remedy = "Export it before changing it, or to a .safetensors file."
         raise OtherRunError(
-            "The checkpoint does not fit the model. First difference: "
-            f"{difference}. {EXPORT_INSTEAD}"
+            f"{which} the variables of the checkpoint. First difference: {difference}. {remedy}"
         )
     keys = [spec.key for spec in stored]
     capture.restore(model, keys, _model_values(values(capture.allocate), set(keys)))

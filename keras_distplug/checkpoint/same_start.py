@@ -23,7 +23,7 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.data import contents
 from keras_distplug.data.contents import CONTENTS, ORDER
-from keras_distplug.data.position import Positioned, is_own_part
+from keras_distplug.data.position import Positioned, count_batches, is_own_part
 from keras_distplug.data.sources import SEEDS
 
 Facts = Mapping[str, str]
@@ -43,6 +43,8 @@ _ARGUMENTS = (
 )
 _SEED = "the seed of `keras.utils.set_random_seed`"
 _DATA, _VALIDATION = "data: ", "validation_data"
+# Of a worker that reads its own part of the data.
+_STEPS = {"steps_per_epoch": "batches per epoch", "validation_steps": "batches of validation_data"}
 _PARTS = {f"{CONTENTS} of {part}" for part in ("x", "y", "sample_weight")}
 _HASHED = (f"{_DATA}{CONTENTS}", f"{_DATA}{ORDER}")
 _OF_CHIEF = (_SEED, "optimizer.learning_rate")  # variables: all workers get the chief's value
@@ -99,13 +101,15 @@ def of_fit() -> Facts:
     given = epochs.arguments_of_fit((*_ARGUMENTS, _VALIDATION))
     facts = dict(describe_fit_arguments(given))
     validation = given.get(_VALIDATION)
-    if isinstance(validation, tf.data.Dataset | tuple | list) and not is_own_part(validation):
+    if is_own_part(validation):
+        facts.update(_describe_steps("validation_steps", given, validation))
+    elif isinstance(validation, tf.data.Dataset | tuple | list):
         known = changed_settings.fit_settings().get(_VALIDATION, _NONE)
         facts[f"{_DATA}{CONTENTS} of {_VALIDATION}"] = _text(known)
     is_positioned = isinstance(loop.dataset, Positioned)
     read = loop.dataset if is_positioned else loop.whole_dataset
     if read is None or is_own_part(read):  # None: the script has distributed it
-        return facts
+        return {**facts, **_describe_steps("steps_per_epoch", given, loop.dataset)}
     if is_positioned:
         described = loop.dataset.source.fingerprint()
         data = {name: _text(each) for name, each in described.items() if name != SEEDS}
@@ -120,6 +124,14 @@ def of_fit() -> Facts:
         # An object may hold values drawn or read before. Every worker takes its own part.
         data = {name: each for name, each in data.items() if not name.startswith((CONTENTS, ORDER))}
     return {**facts, **{_DATA + name: each for name, each in data.items()}}
+
+
+def _describe_steps(argument: str, given: Mapping[str, Any], data: Any) -> Facts:
+    """Describes the steps that Keras runs with this worker's part of the data."""
+    if given.get(argument) is not None:
+        return {}
+    # Where Keras does not know the number, the workers find the end of the data together.
+    return {_STEPS[argument]: _text(count_batches(data))}
 
 
 def require_same_fit(model: keras.Model) -> None:
@@ -169,12 +181,10 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
             noted.append(f"the clock of {name} is {secs:.0f} s {way} {chief}'s")
     if refused:
         refused.sort(key=lambda each: each.has_hashes)  # sizes are more helpful than hashes
-        remedy = " If every worker reads its own part of the data, give a tf.data.Dataset with "
-        remedy += "AutoShardPolicy.OFF."
         raise ConfigurationError(
             f"The workers are about to train different things ({_joined(refused)}). Give every "
             "worker the same script, arguments and data."
-            f"{remedy if refused[0].concerns_data else ''} Nothing was trained."
+            f"{refused[0].remedy} Nothing was trained."
         )
     if noted and role.is_chief:
         announce(f"the workers differ ({_joined(noted)})")
@@ -209,9 +219,17 @@ class Difference:
         return self.what.startswith(_HASHED)
 
     @property
-    def concerns_data(self) -> bool:
-        """True if the workers would read different samples."""
-        return self.what.startswith(_DATA)
+    def remedy(self) -> str:
+        """A sentence about data; empty for other differences."""
+        for argument, batches in _STEPS.items():
+            if self.what == batches:
+                return f" Or pass the smallest number as `{argument}`."
+        if not self.what.startswith(_DATA):
+            return ""
+        return (
+            " If every worker reads its own part of the data, give a tf.data.Dataset with "
+            "AutoShardPolicy.OFF."
+        )
 
     @property
     def _uses_chiefs_value(self) -> bool:

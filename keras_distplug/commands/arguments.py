@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -370,6 +371,6 @@ def _json_object(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(
-            f"expected a JSON object. Received: a {type(found).__name__}"
+            f"expected a JSON object. Received: the JSON value {reprlib.repr(found)}"
         )
     return found

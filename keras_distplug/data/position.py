@@ -306,6 +306,15 @@ def is_own_part(data: Any) -> bool:
     return bool(chosen == tf.data.experimental.AutoShardPolicy.OFF)
 
 
+def count_batches(data: Any) -> int | None:
+    """Returns the number of batches in this process's dataset; None if unknown or infinite."""
+    if isinstance(data, Positioned):
+        return data.source.num_batches
+    cardinality = data.cardinality  # a number in a distributed dataset
+    count = int(cardinality() if callable(cardinality) else cardinality)
+    return count if count >= 0 else None
+
+
 def sharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Splits every global batch over the workers, unless the user chose otherwise."""
     policy = tf.data.experimental.AutoShardPolicy

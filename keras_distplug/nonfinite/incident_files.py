@@ -127,7 +127,7 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
         return _decoded(data)
     except ChangedError as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} was changed after it was written."
+            f"{files.where(path)} was changed after it was written: its checksum differs."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(

@@ -77,7 +77,10 @@ def make_specs(arrays: Mapping[str, Any]) -> tuple[VariableSpec, ...]:
     """
     for key, value in arrays.items():
         if getattr(value.dtype, "kind", "") in ("O", "S", "U"):
-            raise TypeError(f"Expected numbers in the variable `{key}`. Received: {value.dtype}")
+            raise TypeError(
+                f"Expected the array `{key}` to hold numbers. Received: an array of dtype "
+                f"{value.dtype}"
+            )
     return tuple(
         VariableSpec(key, tuple(map(int, value.shape)), value.dtype.name)
         for key, value in arrays.items()

@@ -310,7 +310,8 @@ def threads_share_files(open: Open, folder: str) -> None:
 def places_have_names(open: Open, folder: str) -> None:
     """`where` returns the folder's name; with a path, the name followed by `/` and the path."""
     files = open()
-    _expect("where() is a string", True, isinstance(files.where(), str) and bool(files.where()))
+    if not (isinstance(files.where(), str) and files.where()):
+        raise AssertionError(f"Expected where() to return a name. Received: {files.where()!r}.")
     _expect("where(path)", f"{files.where()}/{folder}", files.where(folder))
 
 
@@ -319,7 +320,8 @@ def traits_are_usable(open: Open, folder: str) -> None:
     traits = open().traits
     for name in ("file_bytes", "at_once"):
         value = getattr(traits, name)
-        _expect(f"{name} ({value!r}) is usable", True, isinstance(value, int) and value > 0)
+        if not (isinstance(value, int) and value > 0):
+            raise AssertionError(f"Expected {name} to be an int > 0. Received: {value!r}.")
     _expect("the type of is_near", bool, type(traits.is_near))
 
 

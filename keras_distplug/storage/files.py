@@ -210,7 +210,7 @@ def remedy(error: OSError) -> str:
     """Returns the remedy for a file or folder that cannot be read."""
     if isinstance(error, LinkError):
         return "Replace the link with its target: links out of a run's folder are not followed."
-    return "Check the storage and its permissions, then start the script again."
+    return "Check the storage and its permissions, then try again."
 
 
 Opener = Callable[[str, Mapping[str, Any]], Files]

@@ -151,10 +151,11 @@ def load(modules: Sequence[str]) -> Loaded:
     for name in modules:
         importlib.import_module(name)
     # Native thread pools, such as OpenBLAS', stop before a fork and restart automatically.
-    threads = [thread.name for thread in threading.enumerate()]
-    if len(threads) > 1:
+    here = threading.current_thread()
+    if threads := [thread.name for thread in threading.enumerate() if thread is not here]:
         raise RuntimeError(
-            f"importing {', '.join(modules)} left several threads running: {', '.join(threads)}"
+            f"importing {', '.join(modules)} starts threads, which a fork would lose: "
+            f"{', '.join(threads)}"
         )
     gc.collect()
     gc.freeze()  # otherwise the first collection in a worker would copy all shared memory

@@ -14,6 +14,7 @@ import tensorflow as tf  # noqa: E402
 from tensorflow.python.distribute import input_lib  # noqa: E402
 
 from keras_distplug.backend.tensorflow.replicas import steps  # noqa: E402
+from keras_distplug.core.errors import DataError  # noqa: E402
 
 
 @pytest.fixture
@@ -21,11 +22,13 @@ def model() -> Any:
     return SimpleNamespace(distribute_strategy=tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
 
 
-def of_this_worker(samples: int, there: int) -> tuple[int, int]:
-    return samples, there
+def of_this_worker(samples: int, there: int, steps: int) -> tuple[int, int, int]:
+    return samples, there, steps
 
 
-def taken(model: Any, distributed: Any) -> list[tuple[list[list[int]], int]]:
+def taken(
+    model: Any, distributed: Any, sums: steps.Sums = of_this_worker
+) -> list[tuple[list[list[int]], int]]:
     """Returns the shapes of all replicas' batches and the total number of samples, per step."""
     strategy, iterator = model.distribute_strategy, iter(distributed)
     found = []
@@ -37,7 +40,7 @@ def taken(model: Any, distributed: Any) -> list[tuple[list[list[int]], int]]:
 
     try:
         while True:
-            steps._run_next_step(model, note, of_this_worker, iterator)
+            steps._run_next_step(model, note, sums, iterator)
     except tf.errors.OutOfRangeError:
         return found
 
@@ -64,6 +67,64 @@ def test_replica_without_a_batch(model: Any) -> None:
     assert batches.element_spec.shape.as_list() == [2, None]
     distributed = model.distribute_strategy.distribute_datasets_from_function(lambda _: batches)
     assert taken(model, distributed) == [([[2, 1], [2, 3]], 4), ([[2, 5], [0, 0]], 2)]
+
+
+def of_global_batches(model: Any, policy: str, *, are_full: bool = True) -> Any:
+    """Returns four global batches of 4 samples, distributed."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = getattr(
+        tf.data.experimental.AutoShardPolicy, policy
+    )
+    batches = tf.data.Dataset.range(16).batch(4, drop_remainder=are_full).with_options(options)
+    return model.distribute_strategy.experimental_distribute_dataset(batches)
+
+
+@pytest.mark.parametrize(
+    ("policy", "are_full", "are_same", "agreements"),
+    [
+        ("DATA", True, True, 2),
+        ("DATA", True, False, 5),  # another worker has more or fewer batches
+        ("DATA", False, True, 5),  # the last batch may be smaller
+        ("OFF", True, True, 5),  # another worker may have other batches
+    ],
+)
+def test_agreements(
+    policy: str, are_full: bool, are_same: bool, agreements: int, model: Any
+) -> None:
+    """Workers agree on every batch, or only on the first one and the end if all of them know that
+    their batches are full."""
+    made: list[int] = []
+
+    def sums(samples: int, there: int, steps: int) -> tuple[int, int, int]:
+        made.append(steps)
+        return samples, there, steps if are_same else 0
+
+    batches = of_global_batches(model, policy, are_full=are_full)
+    assert taken(model, batches, sums) == [([[2], [2]], 4)] * 4
+    assert len(made) == agreements
+
+
+def test_endless_batches(model: Any) -> None:
+    """The number of steps agreed on at a time is limited, and workers then agree again."""
+    made: list[int] = []
+
+    def sums(samples: int, there: int, steps: int) -> tuple[int, int, int]:
+        made.append(steps)
+        return samples, there, 3
+
+    endless = tf.data.Dataset.range(4).repeat().batch(2, drop_remainder=True)
+    iterator = iter(model.distribute_strategy.distribute_datasets_from_function(lambda _: endless))
+    for _ in range(7):
+        steps._run_next_step(model, lambda given: given, sums, iterator)
+    assert made == [2**16] * 3
+
+
+def test_fewer_batches_than_announced(model: Any) -> None:
+    """An iterator that ends before the agreed number of steps raises an error: other workers
+    would wait in the collectives of a step that never comes."""
+    batches = of_global_batches(model, "DATA")
+    with pytest.raises(DataError, match="Expected 96 more batches"):
+        taken(model, batches, lambda samples, there, steps: (samples, there, 100))
 
 
 def test_upstream() -> None:

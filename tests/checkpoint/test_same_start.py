@@ -79,6 +79,21 @@ def test_own_part_of_the_data() -> None:
     assert "AutoShardPolicy.OFF" in error
 
 
+@pytest.mark.parametrize(
+    ("batches", "argument"),
+    [
+        ("batches per epoch", "steps_per_epoch"),
+        ("batches of validation_data", "validation_steps"),
+    ],
+)
+def test_uneven_parts(batches: str, argument: str) -> None:
+    """The error about parts of different sizes says which argument makes epochs equally long."""
+    [error, *_] = compare([{batches: each} for each in ("3", "5", "3")])
+    assert error is not None
+    assert f"{batches}: 3 on worker-0, 5 on worker-1" in error
+    assert f"Or pass the smallest number as `{argument}`." in error
+
+
 def test_missing() -> None:
     """A fact that only one worker has, or an argument that only one gives, is a difference."""
     [error, *_] = compare([{}, {"class_weight": "{0: 2.0}"}, {"validation_data": "given"}])

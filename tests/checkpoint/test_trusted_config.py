@@ -218,7 +218,7 @@ def test_limit_of_variables() -> None:
         other = threading.Thread(target=make, args=(1000,))
         other.start()
         other.join(60)
-        with pytest.raises(ModelError, match=r"of shape \[50\] is too large"):
+        with pytest.raises(ModelError, match=r"of shape \[50\] does not belong"):
             make(50)
     make(1000)
     assert [each.shape for each in made] == [(60,), (1000,), (1000,)]

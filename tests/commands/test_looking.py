@@ -403,7 +403,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
     ("arguments", "message"),
     [
         (("ls",), "DIRECTORY"),
-        (("ls", "a", "--storage-options", "[1]"), "expected a JSON object. Received: a list"),
+        (("ls", "a", "--storage-options", "[1]"), "expected a JSON object. Received: the JSON"),
         (("ls", "a", "--storage-options", "{"), "expected a JSON object, or @FILE"),
         (("ls", "a", "--storage-options", "@none"), "No such file"),
         (("ls", "a", "--storage-options", '{"a": 1}'), "only with the URL of a store"),

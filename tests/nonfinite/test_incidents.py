@@ -204,5 +204,5 @@ def test_not_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_non_numeric_values(files: Files) -> None:
-    with pytest.raises(TypeError, match="Expected numbers in the variable `y`"):
+    with pytest.raises(TypeError, match="Expected the array `y` to hold numbers"):
         incident_files.encode(incident(), (np.arange(2), np.array(["a", "b"])))

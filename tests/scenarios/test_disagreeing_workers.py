@@ -28,6 +28,8 @@ SAID = {
     "validation": "validation_data: given on worker-0, none on worker-1",
     "validation_freq": "validation_freq: 1 on worker-0, 2 on worker-1",
     "steps_per_epoch": "steps_per_epoch: none on worker-0, 2 on worker-1",
+    "own batches": "batches per epoch: 4 on worker-0, 2 on worker-1",
+    "own validation": "batches of validation_data: 4 on worker-0, 3 on worker-1",
     "class_weight": "class_weight: none on worker-0, {0: 1.0, 1: 2.0} on worker-1",
 }
 NOTED = {

@@ -326,7 +326,7 @@ def test_second_save_of_a_step(url: str) -> None:
     saving.save(state(1))
     watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
     watched.fail("delete", name(2), OSError(errno.EIO, "broken"))
-    with pytest.warns(UserWarning, match="save's leftovers"), pytest.raises(SaveError):
+    with pytest.warns(UserWarning, match="files of a failed save"), pytest.raises(SaveError):
         saving.save(state(2))
     watched.mend()
     assert watched.fired == 2

@@ -421,7 +421,7 @@ def test_lost_server(
 BREAKS = {
     "raise MemoryError('no room')": "MemoryError: no room",
     "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": (
-        "RuntimeError: importing breaks left several threads running: MainThread, Thread-1"
+        "RuntimeError: importing breaks starts threads, which a fork would lose: Thread-1"
     ),
     "print('last words', flush=True); import os; os._exit(4)": (
         "it has exited; its last output: last words"

@@ -41,10 +41,11 @@ EVERYWHERE = (
     "steps_per_epoch",
     "class_weight",
 )
+OWN_PARTS = ("own part", "own batches", "own validation")
 KINDS = {
     # A model with other shapes cannot be created in the scope: its variables belong to all workers.
-    "distributed_fit": ("units", "activation", *EVERYWHERE, "seed", "learning_rate", "own part"),
-    "fit": (*EVERYWHERE, "seed", "learning_rate", "own part"),
+    "distributed_fit": ("units", "activation", *EVERYWHERE, "seed", "learning_rate", *OWN_PARTS),
+    "fit": (*EVERYWHERE, "seed", "learning_rate", *OWN_PARTS),
 }
 
 lines: list[str] = []
@@ -88,11 +89,13 @@ def train(way: str, what: str) -> tf.distribute.Strategy:
         "batch_size": differs("batch", 8, 16),
         "validation_data": differs("validation", None, (x, y)),
     }
-    if what == "own part":
+    if what in OWN_PARTS:
         policy = tf.data.Options()
         policy.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         part = tf.data.Dataset.from_tensor_slices((x[RANK::2], y[RANK::2])).batch(8)
-        data = {"x": part.with_options(policy)}
+        less = part.take(differs("own batches", 2, -1)).with_options(policy)
+        validation = part.take(differs("own validation", 3, -1)).with_options(policy)
+        data = {"x": less, "validation_data": validation}
     given = {
         **data,
         "epochs": differs("epochs", 3, 2),

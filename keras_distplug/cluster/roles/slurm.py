@@ -140,8 +140,9 @@ def _expand_ranges(text: str, variable: str) -> list[str]:
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if not found or not 0 <= last - first < _MOST:
             raise ClusterError(
-                f"{variable} has a range that cannot be read. Expected a range such as '01-03,07'. "
-                f"Received: {shown(part)}."
+                f"{variable} has a range that cannot be read. Expected a number or an ascending "
+                f"range, such as '07' or '01-03'. Received: {shown(part)}. Start the script with "
+                "srun itself, or set TF_CONFIG."
             )
         width = len(found[1])
         numbers += [f"{number:0{width}d}" for number in range(first, last + 1)]

@@ -22,11 +22,19 @@ import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
 from keras_distplug.backend.tensorflow.replicas import empty_batches, logs, losses, replica_state
+from keras_distplug.backend.tensorflow.replicas.batches_ahead import (
+    BatchesAhead,
+    batches_ahead,
+    fetch_full,
+)
 from keras_distplug.backend.tensorflow.replicas.share import count_samples, first_tensor, use_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
-from keras_distplug.backend.tensorflow.runtime.workers import is_multi_worker
+from keras_distplug.backend.tensorflow.runtime.workers import is_multi_worker, replicas_here
 
 OnData = Callable[[Any], Any]
+# Takes and returns the numbers of samples, of replicas with data, and of steps ahead.
+Sums = Callable[[int, int, int], tuple[Any, int, int]]
+_MOST_STEPS_AHEAD = 2**16
 
 
 def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]:
@@ -72,7 +80,7 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
             if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 batch = split(next(iterator), strategy)
                 samples = sum(_sizes(strategy.experimental_local_results(first_tensor(batch))))
-                total, _ = sums(samples, 1)
+                total, *_ = sums(samples, 1, 0)
                 found = on_batch((batch, total))
                 found = model._get_metrics_result_or_logs(found)
                 return keras.tree.map_structure(tf.convert_to_tensor, found)
@@ -241,19 +249,35 @@ def remove_fetch_listener(model: keras.Model, on_fetch: Callable[[float], None])
         listeners.remove(on_fetch)
 
 
-def _run_next_step(
-    model: keras.Model, on_batch: OnData, sums: Callable[[int, int], Any], iterator: Any
-) -> Any:
+def _run_next_step(model: keras.Model, on_batch: OnData, sums: Sums, iterator: Any) -> Any:
     """Runs a step with the next batch, unless no replica of any worker has data left.
 
     TensorFlow's iterator would exchange this information between the workers, and the step would
     then exchange numbers of samples. Here, one collective does both, and it is traced only once.
+    Where all workers know that they have full batches for the next steps, they agree only once.
     """
+    ahead = batches_ahead(iterator)
+    is_agreed = ahead.agreed > 0
     start_s = time.perf_counter()
-    optionals = [own.get_next_as_optional_list() for own in iterator._iterators]
+    fetched = fetch_full(iterator, ahead) if is_agreed else _fetch_optionals(iterator)
     waited_s = time.perf_counter() - start_s
     for on_fetch in list(attached(model, _FetchListeners) or ()):
         on_fetch(waited_s)
+    parts, total = (fetched, ahead.total) if is_agreed else _agree(iterator, ahead, fetched, sums)
+    ahead.own, ahead.agreed = max(0, ahead.own - 1), max(0, ahead.agreed - 1)
+    if iterator._replica_order is not None:
+        parts = iterator._reorder_replicas(parts)
+    return on_batch((input_lib._create_per_replica(parts, model.distribute_strategy), total))
+
+
+def _fetch_optionals(iterator: Any) -> list[Any]:
+    return [own.get_next_as_optional_list() for own in iterator._iterators]
+
+
+def _agree(
+    iterator: Any, ahead: BatchesAhead, optionals: Sequence[Any], sums: Sums
+) -> tuple[list[Any], Any]:
+    """Returns the batches of this worker's replicas, and the number of samples on all workers."""
     there = [bool(each.has_value()) for of_device in optionals for each in of_device]
     parts = input_lib._get_value_or_dummy(
         iterator._input_workers, optionals, produce_dummy=not all(there)
@@ -261,12 +285,12 @@ def _run_next_step(
     for place, is_there in enumerate(there):
         if not is_there:
             parts[place] = tf.nest.map_structure(_without_samples, parts[place])
-    total, with_data = sums(sum(_sizes(parts)), sum(there))
+    own = int(min(ahead.own, _MOST_STEPS_AHEAD))
+    total, with_data, agreed = sums(sum(_sizes(parts)), sum(there), own)
     if not with_data:
         raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-    if iterator._replica_order is not None:
-        parts = iterator._reorder_replicas(parts)
-    return on_batch((input_lib._create_per_replica(parts, model.distribute_strategy), total))
+    ahead.agreed, ahead.total = agreed, total
+    return parts, total
 
 
 def _without_samples(dummy: Any) -> Any:
@@ -274,20 +298,33 @@ def _without_samples(dummy: Any) -> Any:
     return dummy[:0] if isinstance(dummy, tf.Tensor) else dummy
 
 
-def _make_worker_sums(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
-    """Returns a function of two numbers of this worker that returns their sums over all workers."""
+def _make_worker_sums(strategy: tf.distribute.Strategy) -> Sums:
+    """Returns a function of three numbers of this worker that returns the sums over all workers of
+    the first two; the third number if it is the same on all workers, and otherwise 0."""
+    workers = strategy.num_replicas_in_sync // replicas_here(strategy)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def summed(numbers: tf.Tensor) -> Any:
-        return tf.unstack(strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None))
+        # They are the same if the mean of their squares is the square of their mean.
+        numbers = tf.concat([numbers, numbers[2:] ** 2], 0)
+        total = strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None)
+        samples, there, number, square = tf.unstack(total)
+        is_same = workers * square == number**2
+        return tf.cast(samples, tf.float32), there, tf.where(is_same, number / workers, 0)
 
-    signature = [tf.TensorSpec([2], tf.float32)]
+    # Sums of squares are exact for numbers up to _MOST_STEPS_AHEAD.
+    signature = [tf.TensorSpec([3], tf.float64)]
     function = tf.function(_counted_alone(summed), input_signature=signature)
-    return lambda *numbers: function(tf.constant(numbers, tf.float32))
+
+    def sums(*numbers: int) -> tuple[Any, int, int]:
+        total, there, same = function(tf.constant(numbers, tf.float64))
+        return total, int(there), int(same)
+
+    return sums
 
 
-def _local_sums(samples: int, there: int) -> tuple[None, int]:
-    return None, there  # the step itself counts the samples
+def _local_sums(samples: int, there: int, same: int) -> tuple[None, int, int]:
+    return None, there, 0  # the step itself counts the samples
 
 
 def _fused_step(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:

@@ -90,8 +90,8 @@ def variables_limited(most: int) -> Iterator[None]:
         total += math.prod(shape)
         if total > most:
             raise ModelError(
-                f"Variable {variable.path} of shape {list(shape)} is too large: with it, the "
-                "model would have more values than all arrays of the checkpoint."
+                f"Variable {variable.path} of shape {list(shape)} does not belong to the "
+                "checkpoint: with it, the model would have more values than the checkpoint holds."
             )
         return shape
 

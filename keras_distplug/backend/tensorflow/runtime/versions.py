@@ -95,8 +95,8 @@ def missing_name(what: str, tested: str = "") -> VersionError:
     """
     tested = tested or " and ".join(f"{name}{_tested(name)}" for name in TESTED)
     return VersionError(
-        f"Expected {what}, as in {tested}. Received: {describe()}, where this is not the case. "
-        f"Install one of the expected versions, and report this message at {_TRACKER}."
+        f"Expected {what}, as in {tested}. Received: {describe()}, whose private names differ. "
+        f"Install one of the expected versions, and please report this message: {_TRACKER}."
     )
 
 
