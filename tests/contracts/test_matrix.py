@@ -1,8 +1,8 @@
 """Every row of `rows.py` in every setup: equal to one process of plain Keras, or refused.
 
-In CI, a fifth of the rows run, in one setup each, alternately with several workers and in a single
-process; the whole matrix, half an hour on two cores, is `nightly`. With the lowest versions, CI
-runs an eighth of the rows, in one setup each.
+In CI, an eighth of the rows run, in one setup each, alternately with several workers and in a
+single process; the whole matrix, half an hour on two cores, is `nightly`. With the lowest versions,
+CI runs an eighth as well, in one setup each.
 
 pytest tests/contracts -rP          shows the largest error of every row
 python tests/contracts/table.py     runs all, and writes the table in docs/verified.md
@@ -125,7 +125,7 @@ def is_available(row: Row) -> bool:
 
 
 def marks(number: int, row: Row, column: str) -> list[pytest.MarkDecorator]:
-    has_turn = column == TURNS[number % len(TURNS)] and number // len(TURNS) % 5 == 0
+    has_turn = column == TURNS[number % len(TURNS)] and number // len(TURNS) % 8 == 0
     return [pytest.mark.nightly] * (not has_turn) + [pytest.mark.lowest] * row.lowest
 
 
