@@ -282,7 +282,7 @@ def _join(
         raise ConfigurationError(
             f"The model {model.name!r} was made inside the scope of {type(own).__name__}, but "
             f"strategy={strategy!r} is a different one. "
-            'Leave strategy="auto", or make the model outside any scope.'
+            "Omit `strategy`, or make the model outside any scope."
         )
     if isinstance(strategy, str):
         if startup.needs_fresh_context(strategy):
@@ -301,9 +301,9 @@ def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str
     context.reset()
     joined = _Joined(startup.join("auto"), origin, unpack())
     announce(
-        "TensorFlow was restarted to join the cluster. The given model and data were transferred; "
-        "other models, tensors and datasets created earlier are no longer usable. To avoid this, "
-        "call `keras_distplug.init()` at the top of the script"
+        "TensorFlow was restarted to join the cluster. The arguments of `distributed_fit` were "
+        "transferred; other models, tensors and datasets created earlier are no longer usable. To "
+        "avoid this, call `keras_distplug.init()` at the top of the script"
     )
     return joined
 
@@ -337,9 +337,10 @@ def _open_run(
         given = [*given, *defaults(**options)]
     elif own := [name for name in options if options[name] != _OPTIONS[name]]:
         raise ConfigurationError(
-            f"Expected {', '.join(f'`{name}`' for name in own)} as an argument of the "
-            "BackupAndRestore among the callbacks. Received: an argument of `distributed_fit`. "
-            "Pass it to the callback, or omit the callback."
+            f"{', '.join(f'`{name}`' for name in own)} of `distributed_fit` cannot be combined "
+            "with a BackupAndRestore among the callbacks (`keras_distplug.defaults()` returns "
+            "one). Pass the same settings to BackupAndRestore or `defaults()`, where the directory "
+            "is the first argument, or omit that callback."
         )
     own = [
         chief_only.for_role(each, role) if chief_only.writes_files(each) else each for each in given

@@ -111,9 +111,10 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
     ):
         warnings.warn(
             "These timeouts are ignored, because this process has already joined the cluster with "
-            f"others. Received: {timeouts}; in use: {_joined_with[choice.name]}. Pass them to the "
-            "first call of `keras_distplug.init()`. Under `keras-distplug run`, where importing "
-            "keras_distplug joins the cluster, pass --heartbeat-timeout and --collective-timeout.",
+            f"different timeouts. Received: {timeouts}; in use: {_joined_with[choice.name]}. Pass "
+            "them to the first call of `keras_distplug.init()`. Under `keras-distplug run`, where "
+            "importing keras_distplug joins the cluster, pass --heartbeat-timeout and "
+            "--collective-timeout.",
             stacklevel=3,
         )
     return _joined[choice.name]

@@ -207,7 +207,8 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"The model {model.name!r} of class {type(model).__name__} is not built, and could "
                 f"not be built with the checkpoint's build config ({how['model']}): {error}. "
-                "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
+                "In the training script, call `model.build(input_shape)`, or the model on one "
+                "batch, before `fit`."
             ) from error
     models.build_layers(model, how.get("layers", {}))
 

@@ -103,7 +103,7 @@ class Compilation:
             return
         try:
             if config is None:
-                raise ValueError("Keras cannot serialize its compile arguments")
+                raise ValueError("Keras cannot serialize the arguments of its `compile` call")
             compile_config.compile_like(self._model, config)
         except Exception as error:
             raise OtherRunError(

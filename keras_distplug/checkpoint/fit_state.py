@@ -228,9 +228,10 @@ class FitState:
         self._lost_states.update(new)
         if new and self._role.is_chief:
             announce(
-                f"{', '.join(new)} changed during training and cannot be saved, so a restart "
-                "starts without this state. Give the callback `state_dict()` and "
-                "`load_state_dict(state)`"
+                f"{', '.join(new)} could not be saved or restored, so a restart continues without "
+                "this state. If it belongs to a callback, return it from `state_dict()` as "
+                "numbers, text, arrays, or lists, tuples, sets and dicts of these, and accept it "
+                "in `load_state_dict(state)`"
             )
 
     def _data_position(self, in_epoch: bool) -> dict[str, Any]:
@@ -367,16 +368,16 @@ class FitState:
             epochs.call_before_validation(self._model, self._note_drawn)
         if self._progress is None or place is None or self._has_other_data:
             if cursor.batch and self._role.is_chief:
-                why = (
-                    "the data has changed"
+                how = (
+                    "the epoch starts again from its first batch, because the data has changed"
                     if self._has_other_data
-                    else "the position in the data is not known (training does not use Keras' "
-                    "`fit`, or the data was already distributed)"
+                    else "the batches before it are not skipped, because the position in the data "
+                    "is not known (training does not use Keras' `fit`, or the data was already "
+                    "distributed)"
                 )
                 announce(
                     f"the checkpoint was saved after batch {cursor.batch} of epoch "
-                    f"{cursor.epoch + 1}; the epoch starts again from its first batch, because "
-                    f"{why}"
+                    f"{cursor.epoch + 1}; {how}"
                 )
         elif cursor.batch:
             self._resume_epoch(manifest, self._progress, place)
@@ -435,7 +436,7 @@ class FitState:
         if before != now and batch != math.inf and self._role.is_chief:
             announce(
                 f"the global batch size has changed from {before} to {now}; the epoch continues "
-                f"with the first sample that was not trained on yet, in batch {int(batch) + 1}"
+                f"with the first sample that has not been trained on yet, in batch {int(batch) + 1}"
             )
         trained = capture.capture(self._model)
 

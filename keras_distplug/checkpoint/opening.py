@@ -241,8 +241,8 @@ def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
     if before.has_trained and found is sequence[place] and _is_finished(files, found):
         announce(
             f"{files.where(found.name)} is the finished run of this `fit` call, but "
-            f"{before.run.name}, which precedes it, has been trained further since: starting this "
-            "`fit` call from scratch"
+            f"{before.run.name}, which precedes it, has been trained further since: starting a new "
+            "run for this `fit` call"
         )
         return opening.start(before.run)
     return found

@@ -223,9 +223,12 @@ def _is_other(
             if ends
             else "allow_data_change=True to continue with the new data from the start of the epoch"
         )
+        may_change_batch = why_not_by_samples is None and not allowed.allow_batch_change
+        has_batch_remedy = is_batch_other and may_change_batch
         raise OtherRunError(
-            f"{where} was trained on other data. First difference: {difference}. Use the "
-            f"same data, or pass {_BATCH_REMEDY if is_batch_other else ''}{remedy}, or "
-            "resume=False to start a new run. Nothing was changed."
+            f"{where} was trained on other data, or on the same data read in another way. First "
+            f"difference: {difference}. Undo that change, or pass "
+            f"{_BATCH_REMEDY if has_batch_remedy else ''}{remedy}, or resume=False to start a new "
+            "run. Nothing was changed."
         )
     return difference is not None

@@ -183,7 +183,7 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
         refused.sort(key=lambda each: each.has_hashes)  # sizes are more helpful than hashes
         raise ConfigurationError(
             f"The workers are about to train different things ({_joined(refused)}). Give every "
-            "worker the same script, arguments and data."
+            "worker the same script, arguments, data and package versions."
             f"{refused[0].remedy} Nothing was trained."
         )
     if noted and role.is_chief:

@@ -125,7 +125,8 @@ class Saver:
     def _hangs(self, seconds: float) -> SaveError:
         return SaveError(
             f"The checkpoint of step {self.step} was still being written after {seconds:.0f} s. "
-            "Training cannot resume from it until it is complete. Check the storage."
+            "Training cannot resume from it until it is complete. If saves usually take less "
+            "time, check the storage."
         )
 
 

@@ -252,8 +252,8 @@ class Saves:
             self._end_fenced(FencedError(reply["fenced"]))
         if reply["failed"] is not None:
             raise SaveError(
-                f"{self._patience} consecutive checkpoints could not be written. Last error: "
-                f"{reply['failed']}"
+                "Training ends, because checkpoints could not be written (consecutive failures: "
+                f"{self._patience}). Last error: {reply['failed']}"
             )
         return Plan(**reply["plan"])
 
@@ -273,10 +273,10 @@ class Saves:
                 continue  # all workers end at the same step, after the chief's next message
             report(SaveFailed(saved.step, len(self._failures), self._is_local, str(saved.error)))
             if self._is_local or self._is_chief:
-                end = "" if self._is_local else f", but ends with an error after {self._patience}"
+                end = "" if self._is_local else f"; training ends after {self._patience}"
                 warnings.warn(
-                    f"A {self._what} could not be saved (consecutive failures: "
-                    f"{len(self._failures)}); training continues{end}. {saved.error}",
+                    f"Saving a {self._what} failed or takes too long (consecutive failures: "
+                    f"{len(self._failures)}{end}). {saved.error}",
                     stacklevel=2,
                 )
 

@@ -237,8 +237,8 @@ def merged(name: str, kind: type[_V], value: object, single: Mapping[str, Any]) 
         )
     if own:
         raise ConfigurationError(
-            f"Expected {', '.join(f'`{each}`' for each in own)} inside `{name}` or as an argument "
-            f"next to it, not both. Received: {name}={value!r} and "
+            f"Expected {', '.join(f'`{each}`' for each in own)} inside `{name}`, because `{name}` "
+            f"is given. Received: {name}={value!r} and "
             f"{', '.join(f'{each}={setting!r}' for each, setting in own.items())}"
         )
     return value

@@ -22,8 +22,8 @@ from keras_distplug.core.printable import printable
 from keras_distplug.storage.manifest import Manifest
 
 EXPORT_INSTEAD = (
-    "Call `callback.export(path)` of the BackupAndRestore in the training script, or export to a "
-    ".safetensors file."
+    "To export without rebuilding the model, export to a .safetensors file or, in a script with "
+    "one worker, call `export(path)` of its BackupAndRestore during or after `fit`."
 )
 
 PARTS = (

@@ -189,7 +189,7 @@ class Channel:
             ) from error
         except ConnectionError as error:
             raise AgreementError(
-                f"{self.role.name} waited for {awaited} and lost another worker. Look at the "
+                f"{self.role.name} lost another worker while waiting for {awaited}. Look at the "
                 f"other workers' output to see how it ended. Cause: {error}"
             ) from error
 

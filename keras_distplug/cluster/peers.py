@@ -91,10 +91,11 @@ def _peer_lost(role: Role, who: str, remedy: str, cause: Exception) -> PeerLostE
     report(PeerLost(who))
     first_line = str(cause).partition("\n")[0]
     return PeerLostError(
-        f"{role.name} lost {who}. Training cannot continue without it: {remedy}. With "
-        "`BackupAndRestore` among the callbacks, training then resumes from the newest checkpoint. "
-        f"This process exits with code {ExitCode.PEER_LOST:d} unless the error is caught. "
-        f"Original error: {type(cause).__name__}: {first_line[:_CAUSE_CHARS]}"
+        f"{role.name} lost {who}. Training cannot continue without it: {remedy} (`keras-distplug "
+        "run` does this itself). With `BackupAndRestore` among the callbacks, training then "
+        f"resumes from the newest checkpoint. This process exits with code {ExitCode.PEER_LOST:d} "
+        f"unless the error is caught. Original error: {type(cause).__name__}: "
+        f"{first_line[:_CAUSE_CHARS]}"
     )
 
 

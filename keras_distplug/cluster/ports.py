@@ -40,9 +40,9 @@ def listen(role: Role, patience_secs: float = _PATIENCE_SECS) -> socket.socket:
             if time.monotonic() > end_s:
                 raise ClusterError(
                     f"{role.name} cannot listen on port {port}, where the other tasks expect it "
-                    f"({address}, from {role.source}): {error.strerror}. Stop the process that "
-                    "uses this port, or give this task another port in the cluster definition of "
-                    "every task."
+                    f"({address}, from {role.source}): {error.strerror}. If another process "
+                    "uses this port, stop it; otherwise, give this task another port in the "
+                    "cluster definition of every task."
                 ) from None
         time.sleep(_PAUSE_SECS)
 

@@ -89,13 +89,13 @@ def of(parsed: argparse.Namespace, *, needs_run: bool = True) -> Location:
         in_option = _parts_of_name(checkpoint)
         run, checkpoint = run or in_option[0], in_option[1]
     if None not in (run, found.run) and run != found.run:
-        raise _contradiction("run", found.run, "--run", run)
+        raise _contradiction("run", found.run, run)
     place = layout.parse_place(str(found.checkpoint))
     if None not in (checkpoint, found.checkpoint) and checkpoint not in (
         found.checkpoint,
         place and place.step,
     ):
-        raise _contradiction("checkpoint", found.checkpoint, "--step", checkpoint)
+        raise _contradiction("checkpoint", found.checkpoint, checkpoint)
     found = replace(
         found,
         run=found.run or run,
@@ -106,10 +106,10 @@ def of(parsed: argparse.Namespace, *, needs_run: bool = True) -> Location:
     return found
 
 
-def _contradiction(what: str, in_path: object, option: str, given: object) -> ConfigurationError:
+def _contradiction(what: str, in_path: object, given: object) -> ConfigurationError:
     return ConfigurationError(
-        f"Expected one {what}. Received: {in_path} in the path, and {option} {given}. Omit "
-        f"{option}, or give the directory of the training."
+        f"The path contains the {what} {in_path}, but another argument asks for {given}. Omit that "
+        "argument, or give the directory of the training as the path."
     )
 
 
@@ -187,8 +187,8 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
         if below := _children(files):
             listed = ", ".join(below[:_MOST_NAMES]) + (", ..." if len(below) > _MOST_NAMES else "")
             return NoCheckpointError(
-                f"{where} contains no runs itself, but these trainings: {listed}. Pass one "
-                f"of them, such as {where.rstrip('/')}/{below[0]}, or list all of them with "
+                f"{where} contains no runs itself, but it contains these trainings: {listed}. Pass "
+                f"one of them, such as {where.rstrip('/')}/{below[0]}, or list all of them with "
                 "`keras-distplug ls`."
             )
         if near := _near_miss(_Path.of(text, storage_options)):
@@ -196,8 +196,9 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
                 f"{where} does not exist or contains no runs. Did you mean {near}?"
             )
     return NoCheckpointError(
-        f"{where} contains no runs. Pass the directory that the training was given; it contains "
-        "run-0001 and so on."
+        f"{where} does not exist or contains no runs (folders such as run-0001). Pass the "
+        "directory of a training, by default keras_distplug_runs/<name of the script>. A run with "
+        "delete_checkpoint=True is deleted when its training finishes."
     )
 
 

@@ -51,8 +51,9 @@ def load(modules: Iterable[str]) -> None:
                 importlib.import_module(module)
             except ImportError as error:
                 raise ConfigurationError(
-                    f"--import {module} failed: {error}. Run the command in the folder of your "
-                    "script, or set PYTHONPATH."
+                    f"--import {module} failed: {error}. If {module} itself was not found, run "
+                    "the command in its folder, or add that folder to PYTHONPATH. Otherwise, "
+                    "install what it imports."
                 ) from error
     finally:
         sys.path.remove("")

@@ -20,7 +20,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigurationError(
             "Expected the directory of a training, or the folder of a run: `prune` decides which "
             f"of a run's checkpoints stay. Received: the checkpoint {location.checkpoint}. Give "
-            f"{location.files.where(location.run or '')}, or delete this folder yourself."
+            f"{location.files.where(location.run or '')}, or delete only the "
+            "folder of this checkpoint yourself."
         )
     files = location.files
     deleted: list[dict[str, Any]] = []

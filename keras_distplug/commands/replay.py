@@ -44,7 +44,11 @@ def run(parsed: argparse.Namespace) -> int:
         )
     else:
         tables.say(f"{files.where(incident.path)}, as reported during training: {incident.told}")
-        what = "all values are finite" if found.is_finite else f"first cause: {found.origin}"
+        what = (
+            "all values are finite"
+            if found.is_finite
+            else f"NaN or Inf first appears in {found.origin}"
+        )
         loss = "" if found.loss is None else f" (loss {found.loss:.4g})"
         tables.say(f"recomputed with the values of {seen.name}/{chosen.name}: {what}{loss}")
     return 0 if found.is_finite else 1

@@ -71,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
     if not whole and not damaged:
         asked = location.checkpoint
         what = "no checkpoint" if asked is None else f"no checkpoint {asked!r}"
-        raise NoCheckpointError(f"{files.where()} holds {what} to verify.")
+        raise NoCheckpointError(f"{files.where(location.run or '')} holds {what} to verify.")
     return 1 if damaged else 0
 
 

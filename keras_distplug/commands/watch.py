@@ -102,8 +102,8 @@ def _look(watched: _Watched, before: _Seen | None) -> _Seen:
         raise
     except (CheckpointError, OSError) as error:
         if before is None:
-            raise CheckpointError(f"The log cannot be read: {error}") from error
-        return replace(before, at=now, problem=f"The log cannot be read; retrying: {error}")
+            raise CheckpointError(f"The run cannot be read: {error}") from error
+        return replace(before, at=now, problem=f"The run cannot be read; retrying: {error}")
 
 
 def _has_come(seen: _Seen, condition: str | None) -> bool:

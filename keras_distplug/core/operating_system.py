@@ -52,7 +52,7 @@ def missing() -> list[str]:
 def announce_missing() -> None:
     """Logs the limitations of this system in one line, once per process, if there are any."""
     if lost := missing():
-        announce(f"limits on {platform.system()}: {'; '.join(lost)}")
+        announce(f"on {platform.system()}, some protection is missing: {'; '.join(lost)}")
 
 
 def require_supervision() -> None:
@@ -65,7 +65,7 @@ def require_supervision() -> None:
         raise ConfigurationError(
             "Expected Linux 5.3 or newer, with /proc and a Python that has os.pidfd_open, for "
             f"`keras-distplug run`. Received: {platform.platform()}. Run the script directly, in "
-            "a single process, or run the command on a Linux machine."
+            "a single process, or run the command on such a machine."
         )
 
 

@@ -122,8 +122,8 @@ class Supervised:
         except OSError as error:
             warnings.warn(
                 f"The checkpoint of step {step} was saved, but could not be reported to "
-                f"`keras-distplug run`, which may count this attempt as one without "
-                f"progress: {error}",
+                f"`keras-distplug run`: {error}. It may count this attempt as one without "
+                f"progress. Check that {self.status_dir} can be written.",
                 stacklevel=2,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 import types
 import warnings
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class OpaqueInput(InputAdapter):
         return True
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name}: {vars(self).get('_why_not')}")
+        raise AttributeError(f"There is no attribute `{name}`. {vars(self).get('_why_not')}")
 
 
 def get_seed(dataset: tf.data.Dataset, default: int) -> int:
@@ -355,9 +356,11 @@ def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
         ) from error
     sizes = {array.shape[0] if array.ndim else None for array in keras.tree.flatten(arrays)}
     if len(sizes) != 1 or None in sizes:
+        shapes = [array.shape for array in keras.tree.flatten(arrays)]
         raise DataError(
-            "Expected x, y and sample_weight to hold the same number of samples. Received: "
-            f"{[array.shape for array in keras.tree.flatten(arrays)]}"
+            "Expected x, y and sample_weight to be (nested) arrays with the same number of "
+            f"samples. Received: arrays of shapes {reprlib.repr(shapes)}. Convert a list of lists "
+            "with np.array."
         )
     if not sizes.pop():
         raise DataError("`x` holds no samples. Received: arrays of length 0.")
@@ -377,8 +380,8 @@ def _as_array(value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype == object and not all(isinstance(each, str | bytes) for each in array.flat):
         raise TypeError(
-            f"a value of type {type(value).__name__} is neither an array of numbers nor of "
-            "strings; its dtype is object"
+            f"a value of type {type(value).__name__} is not an array of numbers or strings: as an "
+            "array, its dtype is object"
         )
     # Keras computes in floatx and casts on entry.
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
@@ -387,7 +390,7 @@ def _as_array(value: Any) -> np.ndarray:
 def _split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     """Splits off the last `fraction` of the samples as validation data, like Keras."""
     if not 0 < fraction < 1:
-        raise DataError(f"`validation_split` must be between 0 and 1. Received: {fraction}")
+        raise DataError(f"`validation_split` must be above 0 and below 1. Received: {fraction}")
     arrays = keras.tree.map_structure(lambda a: None if a is None else np.asarray(a), arrays)
     samples = next(a.shape[0] for a in keras.tree.flatten(arrays) if a is not None)
     at = math.floor(samples * (1 - fraction))

@@ -146,9 +146,11 @@ class PyData(Source):
         if state() != before:
             if not self.draws and self._given.workers > 1:
                 announce(
-                    f"{type(self._given).__name__} draws random numbers in {self._given.workers} "
-                    "workers concurrently, so batches get different numbers in every run. Use "
-                    "workers=1, or seed a generator with the batch's index"
+                    f"{type(self._given).__name__} draws random numbers or changes its state while "
+                    "it makes batches concurrently (its argument "
+                    f"workers={self._given.workers}), so batches may differ in every run. Give it "
+                    "workers=1, or make every batch depend only on its index, for example with a "
+                    "generator seeded by the index"
                 )
             self.draws = True
         return batch

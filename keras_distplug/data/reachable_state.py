@@ -105,9 +105,9 @@ class ReachableState:
             title = walk.get_title(place.path[1:])
             announce(
                 f"{type(self._owner).__name__}: `{title}` ({type(place.value).__name__}) changes "
-                "while batches are made and cannot be saved, so a restart starts without it. "
-                "Store only numbers, text and arrays of up to 16 MB there, such as an array of "
-                "indices"
+                "while batches are made and cannot be saved, so a resumed run starts with "
+                "its initial value. Store only numbers, text and arrays of up to 16 MB in it, such "
+                "as an array of indices"
             )
 
 

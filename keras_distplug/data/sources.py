@@ -289,9 +289,9 @@ class TfData(Source):
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
-                "The dataset was already iterated over in this process, and its shuffled orders "
-                "cannot be reset, because the pipeline cannot be inspected: "
-                f"{self._why_unreadable}. This `fit` sees the samples in a different order than "
+                "The dataset was already iterated over in this process. If it is shuffled, its "
+                "orders cannot be reset, because the pipeline cannot be inspected: "
+                f"{self._why_unreadable}. This `fit` may see the samples in a different order than "
                 "in a new process. Create the dataset again before `fit`.",
                 stacklevel=2,
             )

@@ -19,7 +19,7 @@ from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, 
 from keras_distplug.core.hints import require_types
 from keras_distplug.nonfinite import batches
 from keras_distplug.storage import codec, layout
-from keras_distplug.storage.files import Files
+from keras_distplug.storage.files import Files, remedy
 from keras_distplug.storage.manifest import VariableSpec
 from keras_distplug.storage.sealed import ChangedError, compute_digest
 
@@ -51,7 +51,9 @@ class Incident:
 
     def __post_init__(self) -> None:
         if min(self.epoch, self.batch, self.replica) < 0:
-            raise ValueError(f"Expected numbers of at least 0. Received: {self}")
+            raise ValueError(
+                f"Expected `epoch`, `batch` and `replica` to be at least 0. Received: {self}"
+            )
         self.name  # noqa: B018 (raises if the time is invalid)
 
     @property
@@ -115,14 +117,17 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
         what = "no saved batch" if name is None else f"no saved batch {name!r}"
         raise NoCheckpointError(
             f"{files.where(FOLDER)} contains {what}. Existing ones: {', '.join(there) or 'none'}. "
-            "NaNWatchdog saves the batches of skipped updates there, if BackupAndRestore is among "
-            "the callbacks."
+            "Pass the directory that training was given. NaNWatchdog saves at most "
+            "`max_incidents` skipped batches per worker there, if BackupAndRestore is among the "
+            "callbacks, and none under ParameterServerStrategy."
         )
     path = f"{FOLDER}/{name or there[-1]}"
     try:
         data = files.read(path)
     except OSError as error:
-        raise CheckpointError(f"{files.where(path)} cannot be read: {error}.") from error
+        raise CheckpointError(
+            f"{files.where(path)} cannot be read: {error}. {remedy(error)}"
+        ) from error
     try:
         return _decoded(data)
     except ChangedError as error:

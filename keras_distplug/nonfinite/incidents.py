@@ -87,8 +87,8 @@ class Incidents:
                 _warn(name, error)
             else:
                 announce(
-                    f"the batch of the skipped update was saved to {future.result()}: inspect it "
-                    "with `keras-distplug replay`"
+                    "the batch of the skipped update was saved: inspect it with "
+                    f"`keras-distplug replay {future.result()}`"
                 )
 
     def end(self) -> None:

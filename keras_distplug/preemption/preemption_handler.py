@@ -176,7 +176,7 @@ class PreemptionHandler(Watchdog):
             if self._role.is_chief:
                 which = "signals" if self._role.world_size == 1 else "signals except SIGTERM"
                 announce(
-                    f"{which} do not save a checkpoint, because `fit` is not called in the main "
+                    f"no checkpoint is saved on {which}, because `fit` is not called in the main "
                     "thread, the only one in which PreemptionHandler can handle them"
                 )
             return None
@@ -198,8 +198,8 @@ class PreemptionHandler(Watchdog):
                 self._exit_immediately()
                 return
             announce(
-                "Ctrl-C: saving a checkpoint after this batch; press Ctrl-C again to exit "
-                "immediately"
+                "Ctrl-C: stopping after the current batch or validation, and saving a checkpoint; "
+                "press Ctrl-C again to exit immediately"
             )
         at_unix_s = time.time() + self.grace_secs
         self._stop.request(Cause(signal.Signals(number).name, self._where, at_unix_s, is_user))
@@ -231,7 +231,7 @@ class PreemptionHandler(Watchdog):
             return  # a lost worker ends `fit` with its own error
         announce(
             "training continues, but a preemption may end it without saving a checkpoint, because "
-            f"the workers could not agree on a step to stop at: {error}"
+            f"the workers cannot exchange messages: {error}"
         )
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:
@@ -248,7 +248,8 @@ class PreemptionHandler(Watchdog):
         report(PreemptedEvent(cause.what, cause.worker, cause.is_user, saved))
         if self._role.is_chief:
             announce(
-                f"{notice}: training ends with {what}; the script resumes when it is restarted"
+                f"{notice}: training ends with {what}; the next `fit` resumes from the newest "
+                "checkpoint, if there is one"
             )
         if saved is not None and (supervised := Supervised.from_env()) is not None:
             supervised.report(self._role.name, Phase.PREEMPTED)

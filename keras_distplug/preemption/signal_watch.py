@@ -136,8 +136,8 @@ class SignalWatch:
             self._on_signal(number)
         except Exception as error:  # noqa: BLE001 (the thread must handle later signals, too)
             warnings.warn(
-                f"PreemptionHandler could not handle {_get_name(number)}, so training might "
-                f"continue, and no checkpoint might be saved: {error!r}",
+                f"PreemptionHandler could not handle {_get_name(number)}, so training may "
+                f"continue without saving a checkpoint: {error!r}",
                 stacklevel=1,
             )
 

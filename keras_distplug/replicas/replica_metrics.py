@@ -239,8 +239,9 @@ class ReplicaMetrics(Watchdog):
         if self._is_new and not report.replicas and report.worker == 0:
             warnings.warn(
                 "ReplicaMetrics cannot measure the replicas of this model: its `train_step` calls "
-                "neither `optimizer.apply` nor `optimizer.apply_gradients`, or the model is "
-                "compiled with jit_compile=True. Only the workers' times are recorded.",
+                "neither `optimizer.apply` nor `optimizer.apply_gradients`, or XLA compiles it "
+                "(jit_compile=True, or Keras' default on a single GPU; pass jit_compile=False to "
+                "`compile`). Only the metrics of workers are recorded.",
                 stacklevel=3,
             )
         self._is_new = False

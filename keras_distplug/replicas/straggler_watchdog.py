@@ -164,8 +164,8 @@ class StragglerWatchdog(Watchdog):
         if not report.replicas and report.worker == 0:
             warnings.warn(
                 "StragglerWatchdog cannot measure the replicas of this model: its `train_step` "
-                "calls neither `optimizer.apply` nor `optimizer.apply_gradients`, or the model is "
-                "compiled with jit_compile=True. Replicas that compute slowly are not detected.",
+                "calls neither `optimizer.apply` nor `optimizer.apply_gradients`. Replicas that "
+                "compute slowly are not detected.",
                 stacklevel=2,
             )
 

@@ -72,7 +72,7 @@ class GoodputCurves:
         try:
             self._write_all()
         except Exception as error:  # noqa: BLE001 (TensorFlow's own; and the log has all of it)
-            announce(f"goodput will not be shown in TensorBoard: {error}")
+            announce(f"goodput is no longer written for TensorBoard: {error}")
 
     def _write_all(self) -> None:
         fits, supervised = self._earlier()

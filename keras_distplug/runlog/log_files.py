@@ -242,9 +242,9 @@ def runs(files: Files, only: str | None = None) -> list[str]:
     found = [name for name in found if only is None or name == only]
     if not found:
         raise NoCheckpointError(
-            f"There is no log in {files.where(only or '')}. Pass the directory that training was "
-            "given. Only runs that were trained with the callback RunLog, which is one of "
-            "`keras_distplug.defaults()`, have a log."
+            f"There is no log in {files.where(only or '')}. A run has one, from the start of its "
+            "first epoch, if RunLog is among its callbacks; `keras_distplug.defaults()` includes "
+            "it. Pass the directory that training was given, or the `log_dir` of RunLog."
         )
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from keras_distplug.core.hints import require_types
 from keras_distplug.storage import layout
-from keras_distplug.storage.files import Files
+from keras_distplug.storage.files import Files, remedy
 from keras_distplug.storage.sealed import seal, unseal
 
 
@@ -71,10 +71,12 @@ def recall(files: Files, run: str, step: int) -> Architecture:
     fitting = [each for each in known if each.from_step < step or not each.from_step]
     if not fitting:
         raise NoCheckpointError(
-            f"{files.where(run)} does not contain the architecture of the model at step {step}: "
-            "Keras could not serialize it, the file could not be written (training warned of "
-            "that), or an older release of keras_distplug wrote the run. Export to a .safetensors "
-            "file or, in a script with one worker, call `export(path)` of its BackupAndRestore."
+            f"{files.where(run)} does not contain the architecture of the model at step {step}. "
+            "Either Keras could not serialize it, its file could not be written, an older release "
+            "of keras_distplug wrote the run, or this is a copy of a checkpoint without its run's "
+            "MODEL.json. `keras-distplug export` can still write a .safetensors file. For other "
+            "formats, call `export(path)` of the BackupAndRestore in a script with one worker, "
+            "once `fit` has started."
         )
     return fitting[-1]
 
@@ -95,13 +97,17 @@ def _read(files: Files, run: str, number: int) -> Architecture:
     try:
         text = files.read(path)
     except OSError as error:
-        raise CheckpointError(f"{files.where(path)} cannot be read: {error}.") from error
+        raise CheckpointError(
+            f"{files.where(path)} cannot be read: {error}. {remedy(error)}"
+        ) from error
     try:
         architecture = Architecture(**unseal(text))
         require_types(architecture)
         return architecture
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is damaged: {error!r}. Restore it from a copy, or call "
-            "`export(path)` of the BackupAndRestore in the training script."
+            f"{files.where(path)} is damaged: {error!r}. Restore it from a copy. Training "
+            "and .safetensors exports do not need it; to export another format without it, call "
+            "`export(path)` of the BackupAndRestore in a script with one worker, once `fit` has "
+            "started."
         ) from error

@@ -143,7 +143,7 @@ class Writer:
         except CheckpointError as error:
             warnings.warn(
                 f"Old checkpoints in {self._store.where()} were not deleted: "
-                f"{str(error).rstrip('.')}. They use disk space, but do no other harm.",
+                f"{str(error).rstrip('.')}. Old checkpoints use disk space, but do no other harm.",
                 stacklevel=2,
             )
 

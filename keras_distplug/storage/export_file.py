@@ -74,8 +74,8 @@ class Export:
             if self.out.endswith(f".{known}"):
                 return known
         raise ConfigurationError(
-            f"Expected a file name that ends with .{', .'.join(FORMATS)}, or an explicit `format`. "
-            f"Received: {self.out!r}"
+            f"Expected a file name with one of the endings .{', .'.join(FORMATS)}, or an explicit "
+            f"`format` (--format). Received: {self.out!r}"
         )
 
 

@@ -226,8 +226,8 @@ def _lazy_opener(module: str, opener: str, package: str | None = None) -> Opener
             files: Files = getattr(home, opener)(url, storage_options)
         except ImportError as error:
             raise ConfigurationError(
-                f"{url.partition('://')[0]}:// needs packages that are not installed ({error}). "
-                f"Run pip install {package}."
+                f"{url.partition('://')[0]}:// needs packages that cannot be imported "
+                f"({error}). Run `pip install {package}`."
             ) from error
         return files
 
@@ -316,11 +316,11 @@ def open_files(
         scheme = "file"
     if scheme not in _OPENERS:
         raise ConfigurationError(
-            "Expected a folder, or a URL that starts with one of "
-            f"{', '.join(each for each in _OPENERS if each not in _LOCAL)}. Received: "
+            "Expected a path, or a URL that starts with one of "
+            f"{', '.join(f'{each}://' for each in _OPENERS if each not in _LOCAL)}. Received: "
             f"{scheme}://{rest.rpartition('@')[2]}. Mount other stores as a folder that all "
-            "workers share, or call keras_distplug.register_store() with a function that opens "
-            "them."
+            "workers share; a script can also call keras_distplug.register_store() with a function "
+            "that opens them."
         )
     files = _OPENERS[scheme](text, storage_options or {})
     # Methods inherited from the protocol `Files` itself do nothing.

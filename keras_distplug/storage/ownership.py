@@ -111,9 +111,11 @@ class Ownership:
         if not self._is_owner(layout.names(self._files, FOLDER)):
             self._end()
             raise FencedError(
-                f"{self._files.where()} was taken over by {self._successor()}, because this "
-                f"process, {os.getpid()}, showed no sign of life. This process will no longer "
-                "save or delete anything. Do not restart it: the other process continues the run."
+                f"{self._files.where()} was taken over by {self._successor()}. This happens if "
+                f"process {os.getpid()} of this training was suspended or cut off from the "
+                f"storage, if a newer attempt has replaced it, or if {FOLDER} was deleted. This "
+                "training will no longer save or delete anything. Do not restart it while the "
+                "other process uses the folder."
             )
         self._confirmed_s = checked_s
 
@@ -157,6 +159,7 @@ class Ownership:
                 self._files.delete_if_empty()
             except OSError as error:
                 raise CheckpointError(
+                    "Training has finished and its run was deleted, but "
                     f"{self._files.where(FOLDER)} could not be deleted: {error}. Delete it by hand."
                 ) from error
 
@@ -330,8 +333,8 @@ def _win(files: Files, report: Callable[[str], None], here: Process, timing: Tim
             is_made = ownership.make()
         except OSError as error:
             raise SaveError(
-                f"Nothing can be saved in {files.where()}: {error}. Choose a folder that is "
-                "writable."
+                f"Nothing can be saved in {files.where()}: {error}. Check the storage, its "
+                "permissions and its free space, or choose another folder."
             ) from error
         if is_made:
             _delete_older_claims(files, newest + 1)
@@ -416,11 +419,13 @@ def _is_copy(files: Files, number: int) -> bool:
 
 def _in_use(files: Files, owner: Process | None) -> InUseError:
     is_of_pool = multiprocessing.parent_process() is not None
-    in_parallel = " Fits can share a folder if they run one after another (`n_jobs=1`)."
+    in_parallel = " Calls of `fit` can share a folder if they run one after another, as with "
+    in_parallel += "scikit-learn's n_jobs=1."
     return InUseError(
         f"Expected a folder that no other training uses. Received: {files.where()}, in which "
-        f"{owner or 'another process'} is training. Wait until it has finished, stop it, or choose "
-        f"another folder for this training. Nothing was changed.{in_parallel if is_of_pool else ''}"
+        f"{owner or 'another process'} is already training. Wait until that training has finished, "
+        "stop it, or choose another folder for this one. Nothing was changed."
+        f"{in_parallel if is_of_pool else ''}"
     )
 
 

@@ -66,7 +66,8 @@ class Retention(ShortRepr):
                 return
         raise ConfigurationError(
             'Expected `keep_best` to be three values: a metric, "min" or "max", and an integer '
-            f'>= 1, such as ("val_loss", "min", 3). Received: {self.keep_best!r}'
+            '>= 1, such as ("val_loss", "min", 3) in a script or `--keep-best val_loss min 3` on '
+            f"the command line. Received: {self.keep_best!r}"
         )
 
     def expired(self, oldest_first: Sequence[RetentionEntry]) -> tuple[str, ...]:

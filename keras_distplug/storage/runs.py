@@ -126,8 +126,8 @@ def create_run(
             continue
         except OSError as error:
             raise SaveError(
-                f"A new run could not be started in {files.where()}: {error}. Choose a folder that "
-                "is writable."
+                f"A new run could not be started in {files.where()}: {error}. Check the storage, "
+                "its permissions and its free space, or choose another folder."
             ) from error
         return Run(name, record)
 
@@ -197,8 +197,8 @@ def read_run(files: Files, name: str) -> Run:
         text = files.read(path)
     except OSError as error:
         raise CheckpointError(
-            f"{files.where(path)} cannot be read: {error}. All workers must see the same folder; "
-            "if the file exists, check its permissions."
+            f"{files.where(path)} cannot be read: {error}. Check that the file exists and that its "
+            "permissions allow reading it. During training, every worker must see this folder."
         ) from error
     try:
         record = RunRecord(**unseal(text))
@@ -206,6 +206,6 @@ def read_run(files: Files, name: str) -> Run:
         return Run(name, record)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is damaged: {error}. Pass resume=False to start a new run "
-            "alongside it, or restore the file from a backup."
+            f"{files.where(path)} is damaged: {error}. Restore the file from a backup, or start a "
+            "new run next to it by restarting the training script with resume=False."
         ) from error

@@ -105,9 +105,10 @@ class CheckpointStore:
                 damaged.append(name)
         if damaged:
             raise CorruptCheckpointError(
-                f"All {kind} checkpoints in {self.where()} are damaged: {', '.join(damaged)}. "
-                f"Their {layout.DAMAGED} files give the reasons. Pass resume=False to start a new "
-                f"run alongside them, or restore one from a backup and delete its {layout.DAMAGED}."
+                f"All checkpoints in {self.where()} whose names start with {kind}- are damaged: "
+                f"{', '.join(damaged)}. {layout.DAMAGED} in each folder, if present, gives the "
+                "reason. Pass resume=False to start a new run alongside them, or restore one from "
+                f"a backup and delete its {layout.DAMAGED}."
             )
         return None
 
@@ -329,7 +330,8 @@ class CheckpointStore:
                 self._files.delete(path)
         except OSError as error:
             raise CheckpointError(
-                f"{self._files.where(path)} could not be deleted: {error}. Delete it by hand."
+                f"{self._files.where(path)} could not be deleted: {error}. Check the storage "
+                "and its permissions."
             ) from error
 
     def delete_run(self) -> None:
@@ -473,7 +475,8 @@ class CheckpointStore:
             raise CorruptCheckpointError(f"{self.where(name, file)} is missing.") from error
         except NoFileError as error:
             raise CorruptCheckpointError(
-                f"{self.where(name, file)} cannot be read: {error}. {remedy(error)}"
+                f"{self.where(name, file)} cannot be read: {error}. Replace it with the original "
+                "file."
             ) from error
         except OSError as error:
             raise CheckpointError(

@@ -125,8 +125,9 @@ def run_names(files: Files, only: str | None = None) -> list[str]:
     names = [name for _, name in layout.runs(files)]
     if not names:
         raise NoCheckpointError(
-            f"{files.where()} contains no runs. Pass the directory that the training was given; "
-            "it contains run-0001 and so on."
+            f"{files.where()} does not exist or contains no runs (folders such as run-0001). Pass "
+            "the directory of a training, by default keras_distplug_runs/<name of the script>. A "
+            "run with delete_checkpoint=True is deleted when its training finishes."
         )
     if only is None:
         return names
@@ -340,10 +341,8 @@ def choose(files: Files, run: SurveyedRun, step: int | str | None = None) -> Sur
         error = CorruptCheckpointError if bad.state == "damaged" else CheckpointError
         raise error(f"{files.where(run.name)}/{bad.name} is {bad.state}: {bad.reason}")
     there = ", ".join(each.name for each in run.committed()) or "none"
-    what = "no checkpoint" if step is None else f"no checkpoint {step!r}"
-    raise NoCheckpointError(
-        f"{files.where(run.name)} contains {what}. Committed checkpoints: {there}."
-    )
+    which = "." if step is None else f" {step!r}. Complete checkpoints: {there}."
+    raise NoCheckpointError(f"{files.where(run.name)} contains no complete checkpoint{which}")
 
 
 def choose_best(files: Files, run: SurveyedRun, metric: str, mode: Mode) -> SurveyedCheckpoint:
@@ -355,7 +354,7 @@ def choose_best(files: Files, run: SurveyedRun, metric: str, mode: Mode) -> Surv
     """
     committed = {each.name: each for each in run.committed()}
     if not committed:
-        raise NoCheckpointError(f"{files.where(run.name)} contains no checkpoint.")
+        raise NoCheckpointError(f"{files.where(run.name)} contains no complete checkpoint.")
     kept = [
         RetentionEntry(name, each.place.step, each.whole.metrics)
         for name, each in committed.items()

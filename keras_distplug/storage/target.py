@@ -95,5 +95,6 @@ def _exists_error(where: str) -> ConfigurationError:
 
 def _write_error(where: str, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{where} could not be written: {error}. Free disk space, or choose another path."
+        f"{where} could not be written: {error}. Check the free space and the permissions there, "
+        "or choose another path."
     )

@@ -89,7 +89,8 @@ def require_usable(model: Any, where: str, own_arguments: Mapping[str, Any]) -> 
     if not model.compiled:
         raise ModelError(
             f"The model {model.name!r} ({where}) is not compiled. Call "
-            "`model.compile(optimizer=..., loss=...)` before distributed_fit."
+            "`model.compile(optimizer=..., loss=...)` before distributed_fit or, if a function "
+            "builds the model, in that function."
         )
     if own_arguments and not models.has_own_fit(model):
         raise ConfigurationError(
@@ -222,11 +223,12 @@ class Blueprint:
                 (f"{len(expected)} variables", f"{len(made)} variables"),
             )
             raise ModelError(
-                f"The model {self.model.name!r}, rebuilt inside the strategy's scope, differs "
-                f"from the original: expected {difference[0]}, received {difference[1]}. The "
-                "`get_config` of the model or of one of its layers omits a setting that affects "
-                "the variables. Add that setting, or pass a function that builds and compiles the "
-                "model: `distributed_fit(build, ...)`."
+                f"The model {self.model.name!r}, rebuilt inside the strategy's scope, differs from "
+                "the original in the shapes or the number of its variables: expected "
+                f"{difference[0]}, received {difference[1]}. The `get_config` of the model or "
+                "of one of its layers omits a setting that affects the variables. Add that "
+                "setting, or pass a function that builds and compiles the model: "
+                "`distributed_fit(build, ...)`."
             )
 
 
@@ -262,9 +264,9 @@ def _require_config(model: keras.Model) -> None:
     except NotImplementedError as error:
         raise ModelError(
             f"The model {model.name!r} of class {type(model).__name__} was created outside the "
-            "strategy's scope and cannot be rebuilt inside it: it has no `get_config`. "
-            f"Give {type(model).__name__} a `get_config` method, or pass a function that builds "
-            "and compiles the model: `distributed_fit(build, ...)`."
+            "strategy's scope and cannot be rebuilt inside it: the class, or that of one of its "
+            "layers, needs its own `get_config` method. Add it, or pass a function that builds and "
+            "compiles the model: `distributed_fit(build, ...)`."
         ) from error
 
 
@@ -311,7 +313,7 @@ def _build_like(model: keras.Model, like: keras.Model) -> None:
             models.build_from_config(model, config)
     except Exception as error:
         raise ModelError(
-            f"The model {like.name!r} of class {type(like).__name__} could not be built inside the "
-            f"strategy's scope with the build configuration {config}: {error}. Pass a function "
+            f"The model {like.name!r} of class {type(like).__name__} could not be built with the "
+            f"build configuration {config}: {error}. Pass a function "
             "that builds and compiles the model: `distributed_fit(build, ...)`."
         ) from error

@@ -71,8 +71,9 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
     if choice.name != "multi_worker" and cluster.world_size > 1:
         raise ConfigurationError(
             f"strategy={choice.name!r} was requested, but {cluster.source} describes a cluster of "
-            f"{cluster.world_size} workers, which would all train separate models into the same "
-            "directory. Use strategy='multi_worker' or 'auto', or start only one process."
+            f"{cluster.world_size} workers. Each would train a separate model, and all would save "
+            "to the same directory. Use strategy='multi_worker' or 'auto', or start only one "
+            "process."
         )
     return choice
 
@@ -87,10 +88,11 @@ def _check_parameter_server(choice: Choice, cluster: Cluster) -> None:
         )
     missing = [task for task in ("chief", "worker", "ps") if task not in cluster.cluster]
     if missing:
+        received = f"{has} ({cluster.source})" if has else "a single process"
         raise ConfigurationError(
             "strategy='parameter_server' needs a cluster with one 'chief', which runs `fit`, "
             "'worker' tasks, which compute, and 'ps' tasks, which hold the variables. Received: "
-            f"{has or 'a single process'} ({cluster.source}). Missing: {', '.join(missing)}. Start "
+            f"{received}. Missing: {', '.join(missing)}. Start "
             "the script with `keras-distplug run --workers 2 --ps 1 -- python train.py`, or set a "
             "TF_CONFIG with all three task types for every process."
         )

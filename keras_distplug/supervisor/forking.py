@@ -367,8 +367,8 @@ def _start_over(request: Request, why: str) -> None:
     except OSError as error:
         warnings.warn(
             f"The script starts over without the fork server, because {why}. This may repeat at "
-            f"every restart, because the supervisor could not be notified: {error}. To save that "
-            "time, pass --no-fork-server to `keras-distplug run`.",
+            f"every restart, because the supervisor could not be notified: {error}. To avoid "
+            "this, pass --no-fork-server to `keras-distplug run`.",
             stacklevel=2,
         )
     sys.stdout.flush()

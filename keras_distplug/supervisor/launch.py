@@ -106,8 +106,9 @@ def divide_gpus(
         needed = max(share, 1)
         raise ConfigurationError(
             f"Expected at least {needed * workers} GPUs (workers: {workers}, GPUs per worker: "
-            f"{needed}). Received: {len(gpus)} ({','.join(gpus)}). Start fewer workers, or set "
-            "CUDA_VISIBLE_DEVICES='' to train on CPUs."
+            f"{needed}). Received: {len(gpus)} ({','.join(gpus)}). Start fewer workers, "
+            "lower --devices-per-worker if it is given, or set CUDA_VISIBLE_DEVICES='' to train on "
+            "CPUs."
         )
     return [tuple(gpus[worker * share : (worker + 1) * share]) for worker in range(workers)]
 
@@ -122,8 +123,8 @@ def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
     tasks = sum(map(len, role.cluster.values()))
     if tasks > 1:
         raise ConfigurationError(
-            f"{role.source} says that this process is {role.name} of {tasks} tasks, so a scheduler "
-            "is already starting the workers. Let the scheduler run the script directly "
+            f"{role.source} says that this process is {role.name}, one of {tasks} tasks, so the "
+            "workers seem to be started by a scheduler already. Let it run the script directly "
             f"(`python train.py`), or unset {VARIABLES[role.source]} to start workers on this "
             "machine only."
         )
@@ -235,9 +236,9 @@ def spawn(command: Sequence[str], environ: Mapping[str, str]) -> Started:
         )
     except OSError as error:
         raise CommandNotFoundError(
-            f"The command {command[0]!r} cannot be started: {error.strerror}. Expected an "
-            "executable; a script needs a first line such as `#!/usr/bin/env python` or its "
-            f"interpreter: `-- python {command[0]}`."
+            f"The command {command[0]!r} cannot be started: {error.strerror}. If it is a script, "
+            "give it a first line such as `#!/usr/bin/env python`, or write its interpreter before "
+            f"it: `-- python {command[0]}`."
         ) from error
     started = Started(handle, f"{MEMBER}={name}")
     guard.note_worker(handle.pid, started.mark)

@@ -154,8 +154,8 @@ class Outbox:
     def _report(self, error: BaseException) -> None:
         why = f"{type(error).__name__}: {error}"
         announce(
-            f"{self._tracker.name} is not receiving the metrics of this run ({why}); retrying "
-            "while training continues"
+            f"{self._tracker.name} failed to record this run completely ({why}); during training, "
+            "this is retried"
         )
         reporting.report(TrackerFailed(self._tracker.name, why))
 
@@ -237,12 +237,13 @@ def require_trackers(trackers: object) -> tuple[Tracker, ...]:
     for each in given:
         missing = [name for name in _MEMBERS if getattr(each, name, None) is None]
         if missing or isinstance(each, type | str):
-            shown = repr(each) if isinstance(each, str) else type(each).__name__
+            shown = repr(each) if isinstance(each, type | str) else type(each).__name__
+            without = f" without {', '.join(missing)}" if missing else ""
             raise ConfigurationError(
                 "Expected every item of `trackers` to be a tracker, such as "
                 "keras_distplug.WandbTracker(project='mnist') or another object with the methods "
-                f"of keras_distplug.trackers.Tracker. Received: {shown}. Pass an instance, not a "
-                "class, that has `name`, `open`, `log`, `alert` and `close`."
+                f"of keras_distplug.trackers.Tracker. Received: {shown}{without}. Pass an "
+                "instance that has `name`, `open`, `log`, `alert` and `close`."
             )
         if not _NAME.fullmatch(each.name):
             raise ConfigurationError(
@@ -253,6 +254,6 @@ def require_trackers(trackers: object) -> tuple[Tracker, ...]:
     if len(set(names)) < len(names):
         raise ConfigurationError(
             f"Expected trackers with different names. Received: {', '.join(names)}. To use "
-            "two trackers of a class, give a subclass of it a different `name`."
+            "two trackers of the same class, subclass it and set a different `name` there."
         )
     return given

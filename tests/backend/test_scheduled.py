@@ -216,6 +216,7 @@ def test_split_table_refused(found: Found, case: str, error: str) -> None:
         ("generator", "DataError: .* the Python generator is in this process"),
         ("endless", "DataError: .* Pass `steps_per_epoch`"),
         ("plain", "DataError: .*distributed_fit"),
+        ("on_batch", "DataError: .* a call of `train_on_batch`"),
     ],
 )
 def test_refused(found: Found, case: str, error: str) -> None:

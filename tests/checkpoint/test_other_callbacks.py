@@ -787,7 +787,7 @@ def test_unsavable_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     messages = "\n".join(before)
     assert "Opens.file: the position of an open file cannot be saved" in messages
     assert "Opens.numbers: the position of an iterator cannot be saved" in messages
-    [line] = {each for each in caplog.messages if "changed during training" in each}
+    [line] = {each for each in caplog.messages if "could not be saved or restored" in each}
     assert line.startswith("Opens.bar.socket (object)")
     fit(lambda f: [Opens(f)], tmp_path, backup(tmp_path / "runs"))
 
@@ -819,7 +819,7 @@ class Frames(Callback):
 def test_unsavable_state_changed_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An unsavable object changed in place is reported, too."""
     fit(lambda f: [Collects()], tmp_path, backup(tmp_path / "runs"))
-    [line] = {each for each in caplog.messages if "changed during training" in each}
+    [line] = {each for each in caplog.messages if "could not be saved or restored" in each}
     names = line.split(" changed ")[0].split(", ")
     assert {each.split(" ")[0] for each in names} == {
         *("Collects.queue", "Collects.bars", "Collects.replaced")
@@ -829,7 +829,7 @@ def test_unsavable_state_changed_in_place(tmp_path: Path, caplog: pytest.LogCapt
 def test_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     frame = pytest.importorskip("pandas").DataFrame({"loss": [0.5], "odd": [lambda: None]})
     fit(lambda f: [Frames(frame)], tmp_path, backup(tmp_path / "runs"))
-    [line] = {each for each in caplog.messages if "changed during training" in each}
+    [line] = {each for each in caplog.messages if "could not be saved or restored" in each}
     assert line.startswith("Frames.frame (DataFrame) changed")
 
 

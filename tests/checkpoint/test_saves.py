@@ -166,7 +166,7 @@ def test_too_many_failures() -> None:
         writer.failing = True
         end_step(running, 4, at(4), is_sound=True)
         running._saver.wait()
-        with pytest.raises(SaveError, match=r"2 consecutive checkpoints.*step 4: the disk is full"):
+        with pytest.raises(SaveError, match=r"failures: 2.*step 4: the disk is full"):
             end_step(running, 5, at(5), is_sound=True)
     assert writer.steps == [1, 2, 3, 4]
 

@@ -235,7 +235,7 @@ def test_storage_that_stays_broken(
         with (
             pytest.warns(UserWarning, match="consecutive failures: 2"),
             pytest.raises(
-                SaveError, match=r"2 consecutive checkpoints could not be written.*No space"
+                SaveError, match=r"checkpoints could not be written .*failures: 2.*No space"
             ),
         ):
             fit(tmp_path / "b", epochs=6, max_failed_saves=2, on_busy="wait")

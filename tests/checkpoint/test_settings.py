@@ -56,7 +56,7 @@ def test_local_tier_alone(tmp_path: Path) -> None:
         (
             {"saving": Saving("skip", 0.05)},
             {"on_busy": "wait"},
-            "Expected `on_busy` inside `saving` or as an argument next to it, not both. Received: "
+            "Expected `on_busy` inside `saving`, because `saving` is given. Received: "
             "saving=Saving(max_overhead=0.05) and on_busy='wait'",
         ),
         (

@@ -189,7 +189,7 @@ def test_failure_of_another_worker(failing: int) -> None:
     for error in errors:
         assert isinstance(error, PeerLostError)
         assert f"worker-{failing} (" in str(error)
-        assert "failed before it joined: ValueError: no data" in str(error)
+        assert "The cause: ValueError: no data" in str(error)
 
 
 def test_port_in_use() -> None:
@@ -327,7 +327,7 @@ def test_interrupted_chief(error: type[BaseException], monkeypatch: pytest.Monke
     interrupted, other = outcomes(meet(first), meet(worker))
     assert isinstance(interrupted, error)
     assert isinstance(other, PeerLostError)
-    assert f"failed before it joined: {error.__name__}" in str(other)
+    assert f"The cause: {error.__name__}" in str(other)
 
 
 @pytest.mark.usefixtures("_impatient")

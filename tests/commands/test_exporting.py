@@ -127,7 +127,7 @@ def test_selected_checkpoint(
 @pytest.mark.parametrize(
     ("asked", "code", "message"),
     [
-        (("--step", "5"), 3, "contains no checkpoint 5"),
+        (("--step", "5"), 3, "contains no complete checkpoint 5"),
         (("--step", "best", "--metric", "x", "--mode", "min"), 2, "metrics: loss, val_loss"),
         (("--format", "keras"), 3, "does not contain the architecture of the model"),
     ],

@@ -517,7 +517,7 @@ def test_nothing_to_export(tmp_path: Path) -> None:
     failed = []
 
     def early() -> None:
-        with pytest.raises(NoCheckpointError, match="contains no checkpoint"):
+        with pytest.raises(NoCheckpointError, match="contains no complete checkpoint"):
             backup.export(tmp_path / "a.keras")
         failed.append(True)
 

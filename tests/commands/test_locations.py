@@ -118,8 +118,16 @@ def test_copies(tmp_path: Path, ask: Ask, say: Say) -> None:
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        (RUN, ("--run", "run-0002"), f"Received: {RUN} in the path, and --run run-0002"),
-        (f"{RUN}/{STEP}", ("--step", "8"), f"Received: {STEP} in the path, and --step 8"),
+        (
+            RUN,
+            ("--run", "run-0002"),
+            f"the run {RUN}, but another argument asks",
+        ),
+        (
+            f"{RUN}/{STEP}",
+            ("--step", "8"),
+            f"the checkpoint {STEP}, but another",
+        ),
     ],
 )
 def test_contradictions(path: str, options: Any, message: str, tmp_path: Path, say: Say) -> None:
@@ -150,7 +158,7 @@ def test_no_near_miss(tmp_path: Path, say: Say) -> None:
     (tmp_path / "data").mkdir()
     code, printed = say("ls", tmp_path / "runs")
     assert code == 3
-    assert "Pass the directory that the training was given" in printed
+    assert "Pass the directory of a training" in printed
 
 
 @pytest.mark.parametrize("command", ["show", "verify", "prune"])

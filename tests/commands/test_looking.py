@@ -266,7 +266,11 @@ def test_show_end(tmp_path: Path, ask: Ask, say: Say) -> None:
 @pytest.mark.parametrize(
     ("asked", "code", "message"),
     [
-        (("--step", "5"), 3, r"contains no checkpoint 5\. Committed checkpoints: step-00000004"),
+        (
+            ("--step", "5"),
+            3,
+            r"no complete checkpoint 5\. Complete checkpoints: step-00000004",
+        ),
         (("--run", "run-0007"), 3, "contains no run 'run-0007'. Its runs: run-0001"),
         (("step-00000008",), 1, "step-00000008 is damaged: a bit fell over"),
         (("step-00000004", "--step", "4"), 2, "Give a name or a step, not both"),
@@ -407,7 +411,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
         (("ls", "a", "--storage-options", "{"), "expected a JSON object, or @FILE"),
         (("ls", "a", "--storage-options", "@none"), "No such file"),
         (("ls", "a", "--storage-options", '{"a": 1}'), "only with the URL of a store"),
-        (("ls", "nothing://a"), "Expected a folder, or a URL"),
+        (("ls", "nothing://a"), "Expected a path, or a URL"),
         (("ls", __file__), "is a file"),
         (("ls", "a", "--", "b"), "takes no command after `--`"),
         (("verify", "a", "--deeper"), "unrecognized arguments"),

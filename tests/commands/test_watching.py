@@ -141,7 +141,7 @@ def test_temporary_storage_failure(
     asked[:] = [0.0]
     monkeypatch.setattr(watch, "time", time)
     assert main(["watch", str(tmp_path)]) == 1
-    assert "The log cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
+    assert "The run cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
 
 
 def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,13 +273,13 @@ CASES = {
         lambda: {"x": Following(0)},
     ),
     "workers that draw": Case(
-        "Drawing draws random numbers in 2 workers concurrently.* Use workers=1",
+        "Drawing draws random numbers .*workers=2.* Give it workers=1",
         lambda: {"x": Drawing(workers=2)},
         lambda: {"x": Drawing(workers=1)},
     ),
     "a large dataset": Case(
-        "the pipeline cannot be inspected: it holds 0 MB of tensors, which is too much. Its order "
-        "is reproduced if every `shuffle` has a seed",
+        "the pipeline cannot be inspected: it holds 0 MB of tensors, more than the limit of 0 "
+        "MB. Its order is reproduced if every `shuffle` has a seed",
         lambda: {"x": D.from_tensor_slices((small.X, small.Y)).shuffle(30).batch(8)},
         lambda: {"x": samples().batch(8)},
         still_warned=True,

@@ -215,7 +215,7 @@ def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
     refuse(ConfigurationError, "Expected a checkpoint directory", model, X, Y, directory="")
     refuse(
         ConfigurationError,
-        "as an argument of the BackupAndRestore among the callbacks",
+        "cannot be combined with a BackupAndRestore",
         model,
         X,
         Y,

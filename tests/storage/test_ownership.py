@@ -305,7 +305,7 @@ def test_damaged_claim(text: str, tmp_path: Path) -> None:
 def test_unwritable(tmp_path: Path) -> None:
     """An unwritable directory is noticed before anything is trained."""
     (tmp_path / FOLDER).write_text("a file")
-    with pytest.raises(SaveError, match=r"Nothing can be saved in .*Choose a folder that is"):
+    with pytest.raises(SaveError, match=r"Nothing can be saved in .*Check the storage"):
         ownership.claim(open_files(tmp_path), silent)
 
 

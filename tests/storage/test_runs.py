@@ -207,7 +207,7 @@ def test_no_record(root: Path, files: LocalFiles, content: bytes) -> None:
 def test_missing_record(files: LocalFiles) -> None:
     """A worker that does not see the run gets the message that all workers must see the same
     folder."""
-    with pytest.raises(CheckpointError, match="All workers must see the same folder") as raised:
+    with pytest.raises(CheckpointError, match="every worker must see this folder") as raised:
         read_run(files, "run-0001")
     assert not isinstance(raised.value, CorruptCheckpointError)
 

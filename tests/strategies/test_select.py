@@ -91,5 +91,5 @@ def test_roles_with_parameter_servers() -> None:
 @pytest.mark.parametrize("name", ["one_device", "mirrored"])
 def test_one_process_of_a_cluster(name: str) -> None:
     """A cluster whose workers would train separate models is refused."""
-    with pytest.raises(ConfigurationError, match="would all train separate models"):
+    with pytest.raises(ConfigurationError, match="Each would train a separate model"):
         choose(name, TWO, 2)

@@ -394,6 +394,11 @@ def refused() -> dict[str, Any]:
         model.fit(X, Y, verbose=0)
     except DistplugError as error:
         found["plain"] = f"{type(error).__name__}: {error}"
+    try:
+        fit("on_batch", model, X, Y, batch_size=BATCH, epochs=1)
+        model.train_on_batch(X, Y)  # would otherwise train on the data of `fit`
+    except DistplugError as error:
+        found["on_batch"] = f"{type(error).__name__}: {error}"
     return found
 
 

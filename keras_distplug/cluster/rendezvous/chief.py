@@ -237,8 +237,8 @@ class Chief:
                 raise PeerLostError(
                     f"{hello.name} has started ({hello.where}), but the chief cannot reach it at "
                     f"its address: {reason}. Expected an address at which all other workers can "
-                    "reach it. Correct its address in the cluster definition of every task, or "
-                    "open the port in the firewall."
+                    "reach it. Correct its address for every task (from "
+                    f"{self._role.source}), or open the port in the firewall."
                 )
             self._waiting.on(hello.name, f"the chief cannot reach it: {reason}")
         self._turn()  # one of them may have left meanwhile

@@ -209,6 +209,6 @@ def lost(role: Role, failed: Hello | None) -> PeerLostError:
     who = f"{failed.name} ({failed.where})" if failed is not None else "another worker"
     why = failed.error if failed is not None else "see its output"
     return PeerLostError(
-        f"{role.name} cannot train: {who} failed before it joined: {why}. Fix that, and start all "
-        "workers again."
+        f"{role.name} cannot train, because {who} failed before it joined. Fix the cause, and "
+        f"start all workers again. The cause: {why}"
     )

@@ -47,9 +47,9 @@ def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) 
                 stranger_since = stranger_since or error.since
                 if time.monotonic() - stranger_since > _STRANGER_SECS:
                     raise ClusterError(
-                        f"{role.name} expected {chief} at its address, but {why}. "
-                        "Give the chief a free port on its machine, and correct its address in the "
-                        f"cluster definition of every task ({role.source})."
+                        f"{role.name} expected {chief}, but {why}. Free that port on "
+                        "the chief's machine, or correct the chief's address for every task (from "
+                        f"{role.source})."
                     ) from None
             else:
                 stranger_since = None

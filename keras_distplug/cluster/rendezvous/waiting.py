@@ -37,13 +37,14 @@ class Waiting:
         secs = time.monotonic() - self._since
         if secs > self.limit_secs:
             raise PeerLostError(
-                f"{self.role.name} has waited {secs:.0f} s for {whom} ({why}). Expected all "
-                f"workers to start within the limit ({LIMIT}). Start them, raise the limit, or "
-                f"correct the addresses (from {self.role.source})."
+                f"{self.role.name} has waited {secs:.0f} s for {whom} to join ({why}). "
+                f"Expected all tasks to join within the limit ({LIMIT}). Start those that are "
+                "missing, raise the limit, or correct the addresses (from "
+                f"{self.role.source})."
             )
         if secs > self._next:
             self._next = secs + _LINE_EVERY_SECS
-            announce(f"{self.role.name} is waiting for {whom} to start ({why})")
+            announce(f"{self.role.name} is waiting for {whom} to join ({why})")
 
 
 def limit_secs() -> float:

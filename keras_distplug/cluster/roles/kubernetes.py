@@ -37,9 +37,9 @@ def from_pod(environ: Mapping[str, str]) -> Role:
         return single_process()
     if index >= workers:
         raise ClusterError(
-            f"{_INDEX} is {index}, but {name} says that there are {workers} workers. Expected "
-            f"{name} to be the number of pods: the Job's `completions`, which must equal its "
-            "`parallelism`."
+            f"{_INDEX} is {index}, but {name} says that there are {workers} workers, numbered from "
+            f"0. Expected {name} to be the number of pods: the Job's `completions`, which must "
+            "equal its `parallelism`."
         )
     pattern = environ[ADDRESS]
     addresses = tuple(pattern.replace(_PLACE, str(number)) for number in range(workers))
@@ -59,7 +59,7 @@ def _number(environ: Mapping[str, str], name: str, least: int, remedy: str) -> i
     if not text.isdecimal() or not least <= int(text[:9]) <= _MOST or len(text) > 9:
         raise ClusterError(
             f"{ADDRESS} is set, so {name} must be a number from {least} to {_MOST}. Received: "
-            f"{shown(text) if text else 'nothing'}. {remedy}; unset {ADDRESS} to train in a "
-            "single process."
+            f"{shown(text) if text else 'nothing'}. {remedy}. If this process should not join a "
+            f"cluster, unset {ADDRESS}."
         )
     return int(text)

@@ -104,7 +104,8 @@ def _check_task(
 ) -> None:
     if task_type not in TASK_TYPES:
         raise ClusterError(
-            f"Unknown task type {shown(task_type)}. Expected: {', '.join(TASK_TYPES)}."
+            f"The task's type, from {source}, must be one of: {', '.join(TASK_TYPES)}. Received: "
+            f"{shown(task_type)}."
         )
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ClusterError(
@@ -115,13 +116,14 @@ def _check_task(
         return
     if task_type not in cluster:
         raise ClusterError(
-            f"This task is a {task_type!r}, but the cluster has only: {', '.join(cluster)}. "
-            "Add the task to the cluster, or correct its type."
+            f"This task, from {source}, is a {task_type!r}, but the cluster has only: "
+            f"{', '.join(cluster)}. Add the task to the cluster, or correct its type."
         )
     if index >= len(cluster[task_type]):
         raise ClusterError(
-            f"This task is {task_type} {index}, but the cluster lists {len(cluster[task_type])} "
-            f"of that type, numbered from 0. Correct the index, or add the task to the cluster."
+            f"This task, from {source}, is {task_type} {index}, but the cluster lists "
+            f"{len(cluster[task_type])} of that type, numbered from 0. Correct the index, or add "
+            "the task to the cluster."
         )
 
 

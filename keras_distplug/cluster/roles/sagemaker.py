@@ -29,7 +29,7 @@ def from_hosts(environ: Mapping[str, str]) -> Role:
     if not isinstance(hosts, list) or not hosts or not all(map(_is_name, hosts)):
         raise ClusterError(
             'SM_HOSTS must be a JSON list of host names, such as ["algo-1", "algo-2"]. Received: '
-            f"{shown(environ['SM_HOSTS'])}. Unset it to train in a single process."
+            f"{shown(environ['SM_HOSTS'])}. Unset it if this process should not join a cluster."
         )
     if len(hosts) == 1:
         return single_process()
@@ -38,8 +38,8 @@ def from_hosts(environ: Mapping[str, str]) -> Role:
         raise ClusterError(
             "SM_CURRENT_HOST must be in SM_HOSTS exactly once. Received: "
             f"{shown(here) if here else 'nothing'}; SM_HOSTS has {', '.join(map(shown, hosts))}. "
-            "Set SM_CURRENT_HOST to the name of this host, or set TF_CONFIG, or unset SM_HOSTS to "
-            "train in a single process."
+            "Set SM_CURRENT_HOST to the name of this host, or set TF_CONFIG, or unset SM_HOSTS if "
+            "this process should not join a cluster."
         )
     addresses = tuple(f"{host}:{_PORT}" for host in hosts)
     return Role("worker", hosts.index(here), {"worker": addresses}, "SageMaker")

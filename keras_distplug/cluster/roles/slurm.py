@@ -22,6 +22,7 @@ _FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 750, 16
 
 _MOST = 65_536  # nodes or tasks: a mistyped range must not fill the memory
 _TASK_COUNTS = re.compile(r"[\w(),.-]{1,80}")  # other text is not shown: it may be a secret
+_REMEDY = "Start the script directly with srun, or set TF_CONFIG."
 T = TypeVar("T")
 
 
@@ -47,8 +48,8 @@ def from_step(environ: Mapping[str, str]) -> Role:
     if len(nodes) != len(tasks) or sum(tasks) != total:
         raise ClusterError(
             f"Slurm's variables disagree: SLURM_STEP_NUM_TASKS is {total}, SLURM_STEP_NODELIST "
-            f"names {len(nodes)} nodes and SLURM_STEP_TASKS_PER_NODE {sum(tasks)} tasks on "
-            f"{len(tasks)} nodes. Start the script with srun itself, or set TF_CONFIG."
+            f"names {len(nodes)} nodes, and SLURM_STEP_TASKS_PER_NODE lists {sum(tasks)} tasks on "
+            f"{len(tasks)} nodes. Start the script directly with srun, or set TF_CONFIG."
         )
     if total > _MOST:
         raise ClusterError(f"SLURM_STEP_NUM_TASKS is {total}. Expected at most {_MOST}.")
@@ -56,7 +57,7 @@ def from_step(environ: Mapping[str, str]) -> Role:
     if rank >= total:
         raise ClusterError(
             f"SLURM_PROCID is {rank}. Expected a number below {total}, the value of "
-            "SLURM_STEP_NUM_TASKS. Start the script with srun itself, or set TF_CONFIG."
+            "SLURM_STEP_NUM_TASKS. Start the script directly with srun, or set TF_CONFIG."
         )
     _check_block_layout(environ, rank, places[rank])
     ports = _slurm_ports(environ, max(tasks))
@@ -84,8 +85,8 @@ def _slurm_ports(environ: Mapping[str, str], count: int) -> list[int]:
         ports = [int(port) for port in _expand_ranges(reserved, "SLURM_STEP_RESV_PORTS")]
         if len(ports) < count:
             raise ClusterError(
-                f"SLURM_STEP_RESV_PORTS reserves {len(ports)} ports, but {count} tasks share a "
-                f"node. Start the step with `srun --resv-ports={count}`."
+                f"The number of ports that SLURM_STEP_RESV_PORTS reserves is {len(ports)}, but "
+                f"{count} tasks share a node. Start the step with `srun --resv-ports={count}`."
             )
         return ports[:count]
     job = _number(environ, "SLURM_JOB_ID")
@@ -110,7 +111,7 @@ def expand_task_counts(text: str) -> list[int]:
             received = repr(text) if _TASK_COUNTS.fullmatch(text) else shown(text)
             raise ClusterError(
                 "SLURM_STEP_TASKS_PER_NODE, which srun sets, must look like '2(x3),1'. Received: "
-                f"{received}. Start the script with srun itself, or set TF_CONFIG."
+                f"{received}. Start the script directly with srun, or set TF_CONFIG."
             )
         counts += [int(found[1])] * int(found[2] or 1)
         _counted(counts, "SLURM_STEP_TASKS_PER_NODE")
@@ -153,14 +154,14 @@ def _counted(items: Iterable[T], variable: str) -> list[T]:
     """Returns `items` as a list, after a check that their number is possible in a cluster."""
     found = list(itertools.islice(items, _MOST + 1))
     if len(found) > _MOST:
-        raise ClusterError(f"{variable} has more than {_MOST} entries.")
+        raise ClusterError(f"{variable} has more than {_MOST} entries. {_REMEDY}")
     return found
 
 
 def _bad_node_list(text: str) -> ClusterError:
     return ClusterError(
         "SLURM_STEP_NODELIST must look like 'node[01-03,07],gpu5'. Received: "
-        f"{shown(text)}. Start the script with srun itself, or set TF_CONFIG."
+        f"{shown(text)}. Start the script directly with srun, or set TF_CONFIG."
     )
 
 
@@ -176,5 +177,5 @@ def _variable(environ: Mapping[str, str], name: str) -> str:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = _variable(environ, name)
     if not text.isdecimal() or len(text) > 18:
-        raise ClusterError(f"{name} must be a number. Received: {shown(text)}.")
+        raise ClusterError(f"{name} must be a number. Received: {shown(text)}. {_REMEDY}")
     return int(text)

@@ -48,7 +48,7 @@ def parse(text: str, form: Form) -> dict[str, Any]:
         raise ClusterError(
             f"{form.variable} is not valid JSON: {error.msg} at line {error.lineno}, column "
             f"{error.colno}. Expected an object such as {json.dumps(example)}. Correct it, or "
-            "unset it to train in a single process."
+            "unset it if this process should not join a cluster."
         ) from None
     if not isinstance(config, dict):
         raise ClusterError(
@@ -81,7 +81,7 @@ def _member(found: Mapping[str, Any], key: str, where: str, form: Form) -> Any:
     if key not in found:
         raise ClusterError(
             f"{where} has no {key!r}. Every process needs the whole cluster and its own task: set "
-            f"{key!r}, or unset {form.variable} to train in a single process."
+            f"{key!r}, or unset {form.variable} if this process should not join a cluster."
         )
     return found[key]
 
@@ -91,8 +91,8 @@ def _read_cluster(found: Any, form: Form) -> dict[str, tuple[str, ...]]:
     if not isinstance(found, dict) or not found:
         received = f"a JSON {json_type(found)}" if not isinstance(found, dict) else "{}"
         raise ClusterError(
-            f"{where} must be an object that maps task types to lists of addresses. "
-            f"Received: {received}. Unset {form.variable} to train in a single process."
+            f"{where} must be an object that maps task types to lists of addresses. Received: "
+            f"{received}. Unset {form.variable} if this process should not join a cluster."
         )
     for task_type, addresses in found.items():
         if task_type not in form.task_types:
@@ -129,7 +129,7 @@ def _check_addresses(cluster: Mapping[str, Sequence[Any]], where: str) -> None:
             if not is_address(address):
                 raise ClusterError(
                     f"{where}: {here} has no valid address. Expected 'host:port' with a port from "
-                    f"1 to 65535, and an IPv6 address in brackets, as in '[::1]:2222'. Received: "
+                    "1 to 65535. Put an IPv6 address in brackets, as in '[::1]:2222'. Received: "
                     f"{shown(address)}."
                 )
             if address in owners:

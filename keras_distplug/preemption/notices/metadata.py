@@ -61,8 +61,8 @@ class Reply:
     def is_not(self, expected: str) -> MetadataError:
         start = self.text[:100]
         return MetadataError(
-            f"{self.url}: expected {expected}. Received: status {self.status} with the body "
-            f"{start!r}"
+            f"{self.url}: expected {expected}. Received: status {self.status}; the first 100 "
+            f"characters of the body: {start!r}"
         )
 
 
@@ -98,7 +98,9 @@ def request(
         return Reply(url, response.status, response.headers, body.decode())
     except (HTTPError, http.client.HTTPException, OSError, UnicodeDecodeError) as error:
         late = f" within {timeout_s:g} s" if time.monotonic() >= end_s else ""
-        raise MetadataError(f"{url}: no complete response{late}. Cause: {error!r}") from error
+        # Its `repr` would contain the body.
+        why = "it is not text" if isinstance(error, UnicodeDecodeError) else repr(error)
+        raise MetadataError(f"{url}: no valid response{late}. Cause: {why}") from error
     finally:
         connection.close()
 

@@ -66,8 +66,8 @@ class Watcher:
                     self._report(notice)
                 except Exception as error:  # noqa: BLE001 (no caller in this thread)
                     announce(
-                        f"{notice.source} {notice.announced}: the notice is ignored, because "
-                        f"handling it failed: {error!r}"
+                        f"{notice.source} notice of {notice.announced}: handling it failed, so "
+                        f"training continues without saving a checkpoint for it: {error!r}"
                     )
                 if notice.is_final:
                     return

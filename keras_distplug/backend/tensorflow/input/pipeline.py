@@ -384,7 +384,10 @@ def _read(dataset: tf.data.Dataset) -> Pipeline:
         map(_count_bytes, itertools.chain.from_iterable(map(_get_tensors, walk_upstream(dataset))))
     )
     if held > _MOST_BYTES:
-        raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors, which is too much")
+        raise UnreadableError(
+            f"it holds {held / 2**20:.0f} MB of tensors, more than the limit of "
+            f"{_MOST_BYTES // 2**20} MB"
+        )
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=dataset._variant_tensor,

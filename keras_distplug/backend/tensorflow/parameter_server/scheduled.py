@@ -45,7 +45,7 @@ from keras_distplug.core.errors import DataError, ModelError
 _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
 _POLL_S = 0.5
-_ON_CHIEF = ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_ON_CHIEF = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
 
 
 def adapt(model: keras.Model) -> None:
@@ -127,6 +127,8 @@ class Schedule:
                     "`keras_distplug.resumable(x)` to `fit`."
                 )
             data_batch = tf.nest.map_structure(_spec_of_any_size, spec)
+        else:  # `train_on_batch` and the like, which have no data for the workers
+            self._data = None
         with self._strategy.scope():
             self._model._symbolic_build(data_batch=data_batch)
         _refuse_unsupported(self._model)
@@ -138,8 +140,9 @@ class Schedule:
         data, model = self._data, self._model
         if data is None:
             raise DataError(
-                "Expected training data. Received: none. Pass `x` to `distributed_fit`, or "
-                "`resumable(x)` to `fit`."
+                "Expected `fit`, whose data the workers read themselves. Received: a call of "
+                "`train_on_batch`, which is not supported under ParameterServerStrategy. Pass the "
+                "data to `distributed_fit`, or `resumable(x)` to `fit`."
             )
         skipped = self._skipped if self._skips_non_finite else None
         self._skips_non_finite = False
@@ -300,7 +303,7 @@ def _refuse_unsupported(model: keras.Model) -> None:
 
     def refuse(what: str, why: str, remedy: str) -> None:
         raise ModelError(
-            f"The model {model.name!r} {what}, but under ParameterServerStrategy {why}. {remedy}"
+            f"The model {model.name!r} {what}, but under ParameterServerStrategy, {why}. {remedy}"
         )
 
     if model.run_eagerly:

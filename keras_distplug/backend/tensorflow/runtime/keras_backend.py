@@ -29,8 +29,8 @@ def require_tensorflow() -> None:
     if name != "tensorflow":
         raise ConfigurationError(
             f"Expected Keras' TensorFlow backend, the only one that keras_distplug supports. "
-            f"Received: {name!r}. Set {_VARIABLE}=tensorflow before Keras is imported, or "
-            "train without keras_distplug."
+            f"Received: {name!r}. Set the environment variable {_VARIABLE}=tensorflow; in a "
+            "script, before Keras is imported."
         )
 
 

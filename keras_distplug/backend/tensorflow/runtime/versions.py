@@ -95,8 +95,8 @@ def missing_name(what: str, tested: str = "") -> VersionError:
     """
     tested = tested or " and ".join(f"{name}{_tested(name)}" for name in TESTED)
     return VersionError(
-        f"Expected {what}, as in {tested}. Received: {describe()}, whose private names differ. "
-        f"Install one of the expected versions, and please report this message: {_TRACKER}."
+        f"Expected {what}, as in {tested}. Received: {describe()}, where this does not hold. "
+        f"Install one of the expected versions, and please report this message in {_TRACKER}."
     )
 
 
@@ -155,7 +155,7 @@ def _warn_once(name: str, found: Installation) -> None:
     """Warns in the first call per process and version."""
     warnings.warn(
         f"{found} is newer than the versions that keras-distplug {__version__} was tested with, "
-        f"{name}{_tested(name)}. Training continues; results and resuming are untested. "
+        f"{name}{_tested(name)}: training, resuming and exporting with it are untested. "
         f"Set {STRICT}=1 to refuse untested versions.",
         stacklevel=4,
     )
