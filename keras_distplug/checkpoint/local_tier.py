@@ -57,11 +57,12 @@ class LocalTier:
                     try:
                         stored = store.read(name)
                     except CheckpointError as error:
-                        self._warn(error)
+                        where = store.where(name)
+                        _warn(f"The local checkpoint {where} is not used to resume: {error}")
                     else:
                         found[stored.manifest.nonce] = Copy(stored, store.where(name))
         except CheckpointError as error:
-            self._warn(error)
+            _warn(f"Not all local checkpoints of this machine can be used to resume: {error}")
         return found
 
     def writer(self, session: str, rank: int, exchange: Exchange) -> LocalWriter:
@@ -94,8 +95,9 @@ class LocalTier:
             for rank in layout.names(self._files, f"{self._run_id}/{session}"):
                 yield CheckpointStore(self._files, f"{self._run_id}/{session}/{rank}")
 
-    def _warn(self, error: CheckpointError) -> None:
-        warnings.warn(f"Skipped local checkpoints: {error}", stacklevel=3)
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 class LocalWriter:

@@ -290,7 +290,7 @@ class TfData(Source):
         if drawn > passed:
             warnings.warn(
                 "The dataset was already iterated over in this process. If it is shuffled, its "
-                "orders cannot be reset, because the pipeline cannot be inspected: "
+                "order cannot be reset, because the pipeline cannot be inspected: "
                 f"{self._why_unreadable}. This `fit` may see the samples in a different order than "
                 "in a new process. Create the dataset again before `fit`.",
                 stacklevel=2,

@@ -43,7 +43,7 @@ def _part(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     if not hasattr(value, "dtype"):
         raise TypeError(
             f"Expected `{name}` to be an array, or a tuple, list or dictionary of arrays. "
-            f"Received: a {type(value).__name__}"
+            f"Received: a value of type {type(value).__name__}"
         )
     while name in arrays:  # keys that contain `/` may lead to the same path
         name += "'"

@@ -85,7 +85,10 @@ def test_cut_off(tier: LocalTier, tmp_path: Path) -> None:
     first.unlink()
     assert found(tier) == {"attempt-2"}
     second.write_text(second.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.warns(UserWarning, match=r"Skipped local checkpoints: .*MANIFEST.json was changed"):
+    with pytest.warns(
+        UserWarning,
+        match=r"The local checkpoint .* is not used to resume: .*MANIFEST.json was changed",
+    ):
         assert found(tier) == set()
 
 

@@ -97,7 +97,11 @@ def test_alone(environ: dict[str, str]) -> None:
     [
         (POOLS, {"type": "workerpool1", "index": 2}, "the cluster lists 2 of that type"),
         (POOLS, {"type": "workerpool2", "index": 0}, "'ps', but the cluster has only: chief"),
-        (POOLS, {"type": "workerpool9", "index": 0}, "unknown task type .workerpool9."),
+        (
+            POOLS,
+            {"type": "workerpool9", "index": 0},
+            "must be one of: workerpool0, .* Received: .workerpool9.",
+        ),
         (POOLS, None, r"CLUSTER_SPEC\['task'\] must be an object.*a JSON null"),
         (POOLS | {"workerpool4": ["a:1"]}, {}, "unknown task type 'workerpool4'.*workerpool3"),
         ({"workerpool0": ["a"]}, {}, r"CLUSTER_SPEC.*workerpool0\[0\] has no valid address"),

@@ -163,7 +163,7 @@ def test_late_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes(meet(first), meet(worker), come_last) == [None] * 3
     where = last.cluster["worker"][2]
     assert any(f"waiting for worker-1 ({worker.cluster['worker'][1]})" in line for line in lines)
-    assert any(f"worker-2 ({where}) to start" in line for line in lines)
+    assert any(f"worker-2 ({where}) to join" in line for line in lines)
 
 
 @pytest.mark.usefixtures("_impatient")

@@ -102,11 +102,6 @@ def single_process() -> Role:
 def _check_task(
     task_type: Any, index: Any, cluster: Mapping[str, tuple[str, ...]], source: str
 ) -> None:
-    if task_type not in TASK_TYPES:
-        raise ClusterError(
-            f"The task's type, from {source}, must be one of: {', '.join(TASK_TYPES)}. Received: "
-            f"{shown(task_type)}."
-        )
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ClusterError(
             f"The task's index, from {source}, must be an int >= 0. Received: {shown(index)}."

@@ -72,8 +72,12 @@ def from_config(config: Mapping[str, Any], form: Form) -> Role:
     index = _member(task, "index", where, form)
     if isinstance(index, str) and index.isdecimal():
         index = int(index)  # TensorFlow takes "1" for 1, and so do some schedulers.
-    if isinstance(task_type, str):
-        task_type = form.task_types.get(task_type, task_type)
+    if not isinstance(task_type, str) or task_type not in form.task_types:
+        raise ClusterError(
+            f"The task's type, from {form.source}, must be one of: {', '.join(form.task_types)}. "
+            f"Received: {shown(task_type)}."
+        )
+    task_type = form.task_types[task_type]
     return Role(task_type=task_type, index=index, cluster=cluster, source=form.source)
 
 

@@ -263,7 +263,7 @@ class RemoteFiles:
 
     def _translate_error(self, error: Exception) -> OSError:
         if isinstance(error, fsspec.exceptions.FSTimeoutError):
-            return TimeoutError(f"no answer within {self._timeout_s:g} s")
+            return TimeoutError(f"no answer within {self._timeout_s:g} s per request")
         # s3fs passes on the store's message only, but Ceph sends just a code, without a message.
         said = error.__cause__ if error.__cause__ and str(error) in ("", "None") else error
         text = f"{type(error).__name__}: {said}" if str(said) else type(error).__name__
