@@ -100,7 +100,7 @@ def test_alone(environ: dict[str, str]) -> None:
         (
             POOLS,
             {"type": "workerpool9", "index": 0},
-            "must be one of: workerpool0, .* Received: .workerpool9.",
+            "one of: workerpool0, .* Received: .workerpool9.",
         ),
         (POOLS, None, r"CLUSTER_SPEC\['task'\] must be an object.*a JSON null"),
         (POOLS | {"workerpool4": ["a:1"]}, {}, "unknown task type 'workerpool4'.*workerpool3"),
