@@ -110,7 +110,7 @@ def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
     if is_fit and not made_in_fit:
         raise ConfigurationError(
             "Expected `callbacks` to be a list. Received: a `CallbackList` that was created "
-            "before `fit` and therefore lacks its number of epochs and steps. Write "
+            "before `fit`, so it lacks the numbers of epochs and steps. Write "
             "`callbacks=[...]`, with the same callbacks."
         )
     if not is_fit and is_chief:

@@ -83,9 +83,10 @@ def require_model(
     if matches_script(manifest.how_built):
         raise OtherRunError(
             f"{where} holds the run of another model, or a callback changed this model "
-            f"mid-run. First difference: {difference}. Give another model a separate directory, "
-            "or pass resume=False to start a new run next to the old one. Anything that a "
-            "callback adds to a model must exist before `fit`. Nothing was changed."
+            f"mid-run. First difference: {difference}. If this is a different model, give it a "
+            "separate directory, or pass resume=False to start a new run next to the old one. If a "
+            "callback added something to the model, add it before `fit` instead. Nothing was "
+            "changed."
         )
     raise OtherRunError(
         f"{where} holds the run of another model. First difference: {difference}. Give "

@@ -228,9 +228,9 @@ class Saves:
                 self._end_fenced(self._failures[-1])
             raise self._failures[-1]
         if self._pace.skipped and self._is_chief:
-            several = f"{self._pace.skipped} due {self._what}s were"
-            which = f"1 due {self._what} was" if self._pace.skipped == 1 else several
-            announce(f"{which} skipped: the previous one was still being written")
+            several = f"{self._pace.skipped} scheduled {self._what}s were"
+            which = f"1 scheduled {self._what} was" if self._pace.skipped == 1 else several
+            announce(f"{which} skipped, because an earlier one was still being written")
 
     def _wait_for_saver(self, timeout_s: float | None = None) -> None:
         """Raises SaveError if the save in progress takes longer."""

@@ -147,10 +147,9 @@ class PyData(Source):
             if not self.draws and self._given.workers > 1:
                 announce(
                     f"{type(self._given).__name__} draws random numbers or changes its state while "
-                    "it makes batches concurrently (its argument "
-                    f"workers={self._given.workers}), so batches may differ in every run. Give it "
-                    "workers=1, or make every batch depend only on its index, for example with a "
-                    "generator seeded by the index"
+                    f"it makes batches concurrently (its argument workers={self._given.workers}), "
+                    "so batches may differ from run to run. Give it workers=1, or make every batch "
+                    "depend only on its index, for example with a generator seeded by the index"
                 )
             self.draws = True
         return batch

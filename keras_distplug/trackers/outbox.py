@@ -154,8 +154,8 @@ class Outbox:
     def _report(self, error: BaseException) -> None:
         why = f"{type(error).__name__}: {error}"
         announce(
-            f"{self._tracker.name} failed to record this run completely ({why}); during training, "
-            "this is retried"
+            f"{self._tracker.name} is not receiving updates from this run ({why}); retrying for "
+            "as long as training runs"
         )
         reporting.report(TrackerFailed(self._tracker.name, why))
 

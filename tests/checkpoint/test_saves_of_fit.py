@@ -98,8 +98,8 @@ def steps_in(directory: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("settled", "saved", "told"),
     [
-        (8, [2, 8, 10, 12], "2 due checkpoints were skipped"),
-        (6, [2, 6, 8, 10, 12], "1 due checkpoint was skipped"),
+        (8, [2, 8, 10, 12], "2 scheduled checkpoints were skipped"),
+        (6, [2, 6, 8, 10, 12], "1 scheduled checkpoint was skipped"),
     ],
     ids=["two", "one"],
 )

@@ -72,7 +72,7 @@ OMITTED = (
     # StragglerWatchdog, on a busy machine
     r"keras_distplug: .*\bworker-\d on .*\d ms\b",
     # a save that a busy machine delayed
-    r"keras_distplug: \d+ due checkpoints? (?:was|were) skipped",
+    r"keras_distplug: \d+ scheduled checkpoints? (?:was|were) skipped",
 )
 _OMITTED = re.compile(rf"(\[worker-\d\] )?(?:{'|'.join(OMITTED)})")
 

@@ -183,7 +183,7 @@ def test_tracker_that_fails(
     end_all([sent], Outcome.FINISHED)
     assert tracker.steps == [1, 2, 3]
     assert reports.events == [events.TrackerFailed("recorded", "ConnectionError: no route to host")]
-    assert "recorded failed to record this run completely" in caplog.text
+    assert "recorded is not receiving updates from this run" in caplog.text
     assert "recorded is receiving metrics again" in caplog.text
 
 
