@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="keras-distplug",
         description="Fault-tolerant distributed training for Keras. Runs workers, and inspects and "
-        "manages\nthe checkpoints and logs of trainings.",
+        "manages\nthe checkpoints and logs of training jobs.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=arguments.epilog(
             (

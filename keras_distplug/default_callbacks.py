@@ -116,7 +116,7 @@ defaults.__dict__["set_model"] = _refuse_uncalled
 def default_directory() -> Path:
     """Returns `keras_distplug_runs/<script>`, with the number of the task in an array job.
 
-    Several trainings of a script have separate runs in it.
+    Several training jobs of a script have separate runs in it.
     """
     script = Path(sys.argv[0] if sys.argv else "")
     name = script.resolve().parent.name if script.name == "__main__.py" else script.stem

@@ -99,7 +99,8 @@ def find_or_start_run(
         announce(
             f"{files.where(newest.name)} is the run of `fit` call number {newest.record.place} of "
             "a script, but the runs of its earlier `fit` calls no longer exist, so it cannot be "
-            "continued: starting from scratch. To keep such runs, pass delete_checkpoint=False"
+            "continued: starting from scratch. By default, the run of a finished `fit` is "
+            "deleted; to keep it, pass delete_checkpoint=False to BackupAndRestore"
         )
         return opening.start()
     return opening.choose(sequence, 1)

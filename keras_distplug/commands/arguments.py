@@ -42,13 +42,13 @@ def _add_ls(subcommands: Subcommands) -> None:
     parser = _command(
         subcommands,
         "ls",
-        "list trainings, runs and checkpoints",
+        "list training jobs, runs and checkpoints",
         "Lists the runs in DIRECTORY and their checkpoints, with step, time, size and state. Marks "
-        "the checkpoint that the next start resumes from. If DIRECTORY holds several trainings, "
-        "lists these instead. Reads manifests and logs only. Does not load TensorFlow.\n\n"
-        "States: `committed` is complete. `damaged` has changed since. `unreadable` is from "
-        "another release, or the storage fails. `cut off` is the rest of an interrupted save. "
-        "`unfinished` may be a save in progress.",
+        "the checkpoint that the next start resumes from. If DIRECTORY holds several training "
+        "jobs, lists these instead. Reads manifests and logs only. Does not load "
+        "TensorFlow.\n\nStates: `committed` is complete. `damaged` has changed since. `unreadable` "
+        "is from another release, or the storage fails. `cut off` is the rest of an interrupted "
+        "save. `unfinished` may be a save in progress.",
         ("keras-distplug ls runs/mnist", "keras-distplug ls runs"),
     )
     _add_run_and_json(parser, "all")

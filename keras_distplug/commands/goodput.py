@@ -96,7 +96,7 @@ def _print(document: Mapping[str, Any]) -> None:
         return
     tables.say(*document["notes"])
     if document["goodput"] is None:
-        tables.say(f"{document['name'] or 'log'}: nothing is logged yet")
+        tables.say(f"{document['name'] or 'log'}: nothing has been logged yet")
         return
     lately = "".join(
         f", {_percent(each)} in the last {name}"

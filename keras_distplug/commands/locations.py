@@ -187,7 +187,7 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
         if below := _children(files):
             listed = ", ".join(below[:_MOST_NAMES]) + (", ..." if len(below) > _MOST_NAMES else "")
             return NoCheckpointError(
-                f"{where} contains no runs itself, but it contains these trainings: {listed}. Pass "
+                f"{where} contains no runs itself, but these of its subfolders do: {listed}. Pass "
                 f"one of them, such as {where.rstrip('/')}/{below[0]}, or list all of them with "
                 "`keras-distplug ls`."
             )

@@ -23,7 +23,7 @@ def run(parsed: argparse.Namespace) -> int:
     files = location.files
     if location.run is None and not layout.runs(files):
         with progress_bar.bar() as bar:
-            bar.start("searching for trainings")
+            bar.start("searching for training jobs")
             names = locations.trainings(files)
             if not names:
                 raise locations.no_run(parsed.directory, parsed.storage_options, files)

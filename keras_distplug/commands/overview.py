@@ -57,7 +57,7 @@ def rows(names: Sequence[str], open_training: Callable[[str], Files], bar: Bar) 
         open_training: Opens the directory of a training.
         bar: Shows the progress.
     """
-    bar.start("reading trainings", len(names), "trainings")
+    bar.start("reading training jobs", len(names), "training jobs")
     found = []
     for name in names:
         try:
@@ -132,9 +132,9 @@ def print_table(files: Files, found: Sequence[Row]) -> None:
         )
         for each in found
     ]
-    tables.say_table(f"Trainings in {files.where()}", _COLUMNS, table, right=_RIGHT)
+    tables.say_table(f"Training jobs in {files.where()}", _COLUMNS, table, right=_RIGHT)
     total = sum(each.bytes for each in found)
-    tables.say(f"{tables.plural(len(found), 'training')}, {tables.size(total)}")
+    tables.say(f"{tables.plural(len(found), 'training job')}, {tables.size(total)}")
 
 
 def _shortened(state: str) -> str:

@@ -122,8 +122,8 @@ class Supervised:
         except OSError as error:
             warnings.warn(
                 f"The checkpoint of step {step} was saved, but could not be reported to "
-                f"`keras-distplug run`: {error}. It may count this attempt as one without "
-                f"progress. Check that {self.status_dir} can be written.",
+                f"`keras-distplug run`: {error}. The supervisor may therefore count this "
+                f"attempt as one without progress. Check that {self.status_dir} is writable.",
                 stacklevel=2,
             )
 

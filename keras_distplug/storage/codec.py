@@ -359,8 +359,7 @@ def _pieces(header: bytes, size: int, buffers: Buffers, source: str) -> list[tup
             pieces.append((name, length))
         if offset != size:
             raise ValueError(
-                f"its header declares arrays of {offset} bytes, but the file holds {size} bytes of "
-                "them"
+                f"its header declares {offset} bytes of array data, but the file contains {size}"
             )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(

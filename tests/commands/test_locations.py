@@ -168,7 +168,7 @@ def test_several_trainings(command: str, directory: str, say: Say) -> None:
         made.run(f"{directory}/{name}", made.state(4))
     code, printed = say(command, directory)
     assert code == 3
-    assert "these trainings: cifar, mnist. Pass one of them, such as" in printed
+    assert "these of its subfolders do: cifar, mnist. Pass one of them, such as" in printed
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,9 @@ def test_trainings(directory: str, ask: Ask, say: Say) -> None:
     code, printed = say("ls", directory)
     assert code == 0
     # The title wraps, as the path of a temporary folder may be long.
-    assert "".join(printed.split()).startswith("".join(f"Trainings in {where}".split()))
+    assert "".join(printed.split()).startswith("".join(f"Training jobs in {where}".split()))
     assert re.search(r"(?m)^mnist +finished +8 +2 +1 +2 +\S+ \w?B +\d+ s ago", printed)
-    assert "3 trainings, " in printed
+    assert "3 training jobs, " in printed
 
 
 def test_state_of_log(tmp_path: Path, ask: Ask) -> None:

@@ -52,7 +52,7 @@ def on_terminal(*arguments: object) -> tuple[int, str, str]:
         (("verify", "--deep"), r"verifying run-0001 .* of \S+ KB"),
         (("prune", "--keep-last", "1"), "pruning run-0001 .*4 of 4 deletions"),
         (("export", "x.safetensors"), r"exporting .*of \d+ B"),
-        (("ls",), "reading trainings .*1 of 1 trainings"),
+        (("ls",), "reading training jobs .*1 of 1 training jobs"),
         (("goodput",), "reading logs"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

@@ -644,7 +644,7 @@ def test_store_that_fails(
     fit(kd.defaults(directory, save_freq="epoch"))
     [found] = logged(directory)
     assert names(found)[-1] == "Finished"
-    assert caplog.text.count("cannot be written for TensorBoard; retrying: no room") == 1
+    assert caplog.text.count("cannot be written for TensorBoard and will be retried: no room") == 1
 
 
 @pytest.mark.parametrize(
