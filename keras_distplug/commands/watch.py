@@ -103,9 +103,7 @@ def _look(watched: _Watched, before: _Seen | None) -> _Seen:
     except (CheckpointError, OSError) as error:
         if before is None:
             raise CheckpointError(f"The run cannot be read: {error}") from error
-        return replace(
-            before, at=now, problem=f"The run cannot be read and will be retried: {error}"
-        )
+        return replace(before, at=now, problem=f"The run cannot be read ({error}); retrying")
 
 
 def _has_come(seen: _Seen, condition: str | None) -> bool:

@@ -90,9 +90,7 @@ class GoodputCurves:
                 self._files.flush_if_due()
             except OSError as error:
                 if not self._has_failed:
-                    announce(
-                        f"goodput cannot be written for TensorBoard and will be retried: {error}"
-                    )
+                    announce(f"goodput cannot be written for TensorBoard ({error}); retrying")
                 self._has_failed = True
         self._files.close()
 

@@ -249,9 +249,7 @@ class RunLog(Watchdog):
         where = files.where(folder)
 
         def warn_of_failure(error: OSError) -> None:
-            announce(
-                f"the log of this run, in {where}, cannot be written and will be retried: {error}"
-            )
+            announce(f"the log of this run, in {where}, cannot be written ({error}); retrying")
 
         log = Log(
             open_sink(files, f"{folder}/{stem}"),

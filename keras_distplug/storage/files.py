@@ -210,6 +210,8 @@ def remedy(error: OSError) -> str:
     """Returns the remedy for a file or folder that cannot be read."""
     if isinstance(error, LinkError):
         return "Replace the link with its target: links out of a run's folder are not followed."
+    if isinstance(error, NoFileError):
+        return "Replace it with the original file."
     return "Check the storage and its permissions, then try again."
 
 

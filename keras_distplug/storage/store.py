@@ -475,8 +475,7 @@ class CheckpointStore:
             raise CorruptCheckpointError(f"{self.where(name, file)} is missing.") from error
         except NoFileError as error:
             raise CorruptCheckpointError(
-                f"{self.where(name, file)} cannot be read: {error}. Replace it with the original "
-                "file."
+                f"{self.where(name, file)} cannot be read: {error}. {remedy(error)}"
             ) from error
         except OSError as error:
             raise CheckpointError(

@@ -238,7 +238,8 @@ def require_trackers(trackers: object) -> tuple[Tracker, ...]:
         missing = [name for name in _MEMBERS if getattr(each, name, None) is None]
         if missing or isinstance(each, type | str):
             shown = repr(each) if isinstance(each, type | str) else type(each).__name__
-            without = f" without {', '.join(missing)}" if missing else ""
+            lacks = missing and not isinstance(each, type | str)
+            without = f" without {', '.join(missing)}" if lacks else ""
             raise ConfigurationError(
                 "Expected every item of `trackers` to be a tracker, such as "
                 "keras_distplug.WandbTracker(project='mnist') or another object with the methods "

@@ -197,7 +197,7 @@ def test_other_data(given: dict[str, Any], kind: str) -> None:
         go(small.X, small.Y, small.Stop(1, 1))
     labels = small.Y[::-1].copy()
     for x, y in ((small.X * 2, small.Y), (small.X, labels)):
-        with pytest.raises(OtherRunError, match=r"have changed\. Use .*allow_data_change=True"):
+        with pytest.raises(OtherRunError, match=r"have changed\. Undo .*allow_data_change=True"):
             go(x, y)
     with pytest.raises(OtherRunError, match=r"`.*` was .*30.* at the checkpoint and is now .*29"):
         go(small.X[:-1], small.Y[:-1])

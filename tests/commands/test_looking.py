@@ -389,7 +389,7 @@ def test_no_run_yet(command: tuple[str, ...], kind: str, tmp_path: Path, say: Sa
     directory = "memory://nothing-is-here" if kind == "store" else place
     code, printed = say(command[0], directory, *command[1:])
     assert code == 3
-    assert f"error: {open_files(directory).where()} contains no runs" in printed
+    assert f"error: {open_files(directory).where()} does not exist or contains no runs" in printed
     assert place.exists() == (kind != "missing")
 
 
@@ -400,7 +400,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
     out = (tmp_path / "x.safetensors",) if command == "export" else ()
     code, printed = say(command, directory, *out)
     assert code == 3
-    assert "no checkpoint" in printed
+    assert "no complete checkpoint" in printed
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
         (("prune", "a", "--keep-last", "0"), "`keep_last` to be an integer >= 1"),
         (("prune", "a", "--keep-best", "loss", "best", "1"), "Expected `keep_best`"),
         (("prune", "a", "--keep-best", "loss", "min", "x"), "Expected `keep_best`"),
-        (("export", "a", "b.txt"), "ends with .keras, .weights.h5, .safetensors"),
+        (("export", "a", "b.txt"), "endings .keras, .weights.h5, .safetensors"),
         (("export", "a", "b.keras", "--step", "best"), "requires a metric"),
         (("export", "a", "b.keras", "--step", "best", "--metric", "loss"), "go together"),
         (("export", "a", "b.keras", "--metric", "loss", "--mode", "min"), "go together"),

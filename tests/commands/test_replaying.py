@@ -69,7 +69,7 @@ def test_not_finite(directory: Path, ask: Ask, say: Say) -> None:
     assert len(told["variables"]) == 4
     code, text = say("replay", directory)
     assert code == 1
-    assert f"with the values of run-0001/step-00000006: first cause: {origin} (loss nan)" in text
+    assert f"run-0001/step-00000006: NaN or Inf first appears in {origin} (loss nan)" in text
     assert "as reported during training: replica 0 (worker-0 on " in text
 
 

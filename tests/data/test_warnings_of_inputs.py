@@ -278,8 +278,8 @@ CASES = {
         lambda: {"x": Drawing(workers=1)},
     ),
     "a large dataset": Case(
-        "the pipeline cannot be inspected: it holds 0 MB of tensors, more than the limit of 0 "
-        "MB. Its order is reproduced if every `shuffle` has a seed",
+        "the pipeline cannot be inspected: it holds 0 MB of tensors; the limit is 0 MB. "
+        "Its order is reproduced if every `shuffle` has a seed",
         lambda: {"x": D.from_tensor_slices((small.X, small.Y)).shuffle(30).batch(8)},
         lambda: {"x": samples().batch(8)},
         still_warned=True,

@@ -40,8 +40,8 @@ def test_round_trip(batch: Any, names: list[str]) -> None:
     ("batch", "received"),
     [
         (({1: A}, B), "string keys in `x`. Received: 1"),
-        ((A, "text"), "`y` to be an array.* Received: a str"),
-        ((namedtuple("Pair", "a b")(A, B), C), "Received: a Pair"),
+        ((A, "text"), "`y` to be an array.* Received: a value of type str"),
+        ((namedtuple("Pair", "a b")(A, B), C), "Received: a value of type Pair"),
     ],
 )
 def test_other_structures(batch: Any, received: str) -> None:

@@ -70,7 +70,7 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
     assert (chief.returncode, other.returncode) == (0, 0), chief.output + other.output
     assert fired_faults(tmp_path / "b") == [(0, "worker-1")]
     failed = (
-        r"A checkpoint could not be saved \(consecutive failures: (\d)\).* "
+        r"Saving a checkpoint failed or takes too long \(consecutive failures: (\d).* "
         r"The checkpoint of step (\d+) could not"
     )
     assert re.findall(failed, chief.output) == [("1", "9"), ("2", "12")]

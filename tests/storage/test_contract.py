@@ -208,7 +208,9 @@ def test_registered_store(tmp_path: Path) -> None:
     open_files("lab-2+x.y://host/a")
     assert opened == [("lab-2+x.y://host/a", {"user": "me"}), ("lab-2+x.y://host/a", {})]
     assert (tmp_path / "host/a/b").read_bytes() == b"here"
-    with pytest.raises(ConfigurationError, match=r"one of memory, s3, .*, lab-2\+x\.y\. Received"):
+    with pytest.raises(
+        ConfigurationError, match=r"one of memory://, s3://, .*, lab-2\+x\.y://\. Received"
+    ):
         open_files("other://host/a")
 
 

@@ -23,5 +23,5 @@ def test_hint(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hint also works for an installation from a clone, which pip cannot find by name."""
     module = "sftp" if package == "paramiko" else "object_store"
     monkeypatch.setitem(sys.modules, f"keras_distplug.storage.stores.{module}", None)
-    with pytest.raises(ConfigurationError, match=rf"Run pip install {package}\.$"):
+    with pytest.raises(ConfigurationError, match=rf"Run `pip install {package}`\.$"):
         files.open_files(url)

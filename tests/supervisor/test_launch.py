@@ -119,7 +119,7 @@ def test_too_few_gpus(workers: int, per_worker: int | None, needed: int) -> None
 def test_foreign_cluster() -> None:
     """In a process that belongs to a scheduler's cluster, no other cluster is started."""
     role = local_cluster([1001, 1002])[1]
-    with pytest.raises(ConfigurationError, match=r"worker-1 of 2.*unset TF_CONFIG"):
+    with pytest.raises(ConfigurationError, match=r"worker-1, one of 2.*unset TF_CONFIG"):
         refuse_foreign_cluster({"TF_CONFIG": role.to_tf_config()})
     served = {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1",)}
     with pytest.raises(ConfigurationError, match=r"chief-0 of 3.*unset TF_CONFIG"):
@@ -155,7 +155,7 @@ def test_foreign_cluster() -> None:
 )
 def test_foreign_cluster_of_other_sources(variable: str, environ: dict[str, str]) -> None:
     """The error names the variable to unset, which fixes it."""
-    with pytest.raises(ConfigurationError, match=f"0 of 2 tasks, .*unset {variable} to start"):
+    with pytest.raises(ConfigurationError, match=f"0, one of 2 tasks, .*unset {variable} to start"):
         refuse_foreign_cluster(environ)
     del environ[variable]
     refuse_foreign_cluster(environ)

@@ -258,7 +258,7 @@ def test_forged_names(tmp_path: Path) -> None:
     [
         ("wandb", "Received: 'wandb'"),
         (["wandb"], "Received: 'wandb'"),
-        ([Recorded], "Received: type"),
+        ([Recorded], "Received: <class .*Recorded.>. Pass an instance"),
         ([object()], "Received: object"),
         ([Recorded("a/b")], "Received: 'a/b'"),
         ([Recorded(), Recorded()], "Received: recorded, recorded"),

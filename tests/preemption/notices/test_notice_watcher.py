@@ -88,7 +88,7 @@ def test_bug_in_report(logged: Logged) -> None:
     watcher = Watcher(script(SOFT, SOFT, FINAL), report, every_secs=SOON)
     watcher._thread.join(30)
     assert reported == [SOFT, FINAL]
-    assert [m.count("failed: KeyError('forgotten')") for m in logged()] == [1, 1]
+    assert [m.count("for it: KeyError('forgotten')") for m in logged()] == [1, 1]
     assert "rebalance recommendation" in logged()[0]
 
 

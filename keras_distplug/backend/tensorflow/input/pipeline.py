@@ -380,14 +380,11 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
 
 
 def _read(dataset: tf.data.Dataset) -> Pipeline:
-    held = sum(
-        map(_count_bytes, itertools.chain.from_iterable(map(_get_tensors, walk_upstream(dataset))))
-    )
+    tensors = itertools.chain.from_iterable(map(_get_tensors, walk_upstream(dataset)))
+    held = sum(map(_count_bytes, tensors))
     if held > _MOST_BYTES:
-        raise UnreadableError(
-            f"it holds {held / 2**20:.0f} MB of tensors, more than the limit of "
-            f"{_MOST_BYTES // 2**20} MB"
-        )
+        held_mb, most_mb = held // 2**20, _MOST_BYTES // 2**20
+        raise UnreadableError(f"it holds {held_mb} MB of tensors; the limit is {most_mb} MB")
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=dataset._variant_tensor,
