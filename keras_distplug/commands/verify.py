@@ -70,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
         tables.say(f"{counted} {what}; damaged or unreadable: {len(damaged)}")
     if not whole and not damaged:
         asked = location.checkpoint
-        what = "no checkpoint" if asked is None else f"no checkpoint {asked!r}"
+        what = "no complete checkpoint" + ("" if asked is None else f" {asked!r}")
         raise NoCheckpointError(f"{files.where(location.run or '')} holds {what} to verify.")
     return 1 if damaged else 0
 

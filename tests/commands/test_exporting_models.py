@@ -488,7 +488,7 @@ def test_export_of_every_kind(tmp_path: Path) -> None:
             assert state_in(out) == states[epoch]
     with pytest.raises(ConfigurationError, match="exists"):
         backup.export(tmp_path / "0-best.keras")
-    with pytest.raises(NoCheckpointError, match="no checkpoint 5"):
+    with pytest.raises(NoCheckpointError, match="no complete checkpoint 5"):
         backup.export(tmp_path / "a.keras", step=5)
 
 

@@ -115,7 +115,7 @@ def test_strategy(refuse: Callable[..., None]) -> None:
     refuse(ConfigurationError, "name or a tf.distribute.Strategy.*int", model, X, Y, strategy=3)
     refuse(
         ConfigurationError,
-        "a single process .*Missing: chief, worker, ps",
+        "a single process. Missing: chief, worker, ps",
         model,
         X,
         Y,
