@@ -122,7 +122,7 @@ def test_foreign_cluster() -> None:
     with pytest.raises(ConfigurationError, match=r"worker-1, one of 2.*unset TF_CONFIG"):
         refuse_foreign_cluster({"TF_CONFIG": role.to_tf_config()})
     served = {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1",)}
-    with pytest.raises(ConfigurationError, match=r"chief-0 of 3.*unset TF_CONFIG"):
+    with pytest.raises(ConfigurationError, match=r"chief-0, one of 3.*unset TF_CONFIG"):
         refuse_foreign_cluster({"TF_CONFIG": Role("chief", 0, served, "TF_CONFIG").to_tf_config()})
     with pytest.raises(ClusterError, match="not valid JSON"):
         refuse_foreign_cluster({"TF_CONFIG": "{"})
