@@ -1,4 +1,4 @@
-"""Converts the state of a training's other callbacks to JSON and arrays, and back."""
+"""Converts the state of a training job's other callbacks to JSON and arrays, and back."""
 
 from __future__ import annotations
 

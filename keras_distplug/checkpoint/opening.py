@@ -1,4 +1,4 @@
-"""Finds the run that a training belongs to."""
+"""Finds the run that a training job belongs to."""
 
 from __future__ import annotations
 

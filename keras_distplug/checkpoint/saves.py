@@ -1,4 +1,4 @@
-"""The saves of one training: when they are made in the background, and how failures are handled."""
+"""The saves of one `fit`: when they are made in the background, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CheckpointWriter(Protocol):
 
 
 class Saves:
-    """The saves of a training; all workers call the same methods at the same steps.
+    """The saves of a training job; all workers call the same methods at the same steps.
 
     Args:
         writer: Writes a checkpoint.

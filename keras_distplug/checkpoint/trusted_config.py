@@ -22,8 +22,8 @@ from keras_distplug.core.printable import printable
 from keras_distplug.storage.manifest import Manifest
 
 EXPORT_INSTEAD = (
-    "To export without rebuilding the model, export to a .safetensors file or, in a script with "
-    "one worker, call `export(path)` of its BackupAndRestore during or after `fit`."
+    "To export without rebuilding the model, export to a .safetensors file or, in a single-worker "
+    "script, call `export(path)` on its BackupAndRestore callback during or after `fit`."
 )
 
 PARTS = (

@@ -14,7 +14,7 @@ _TASKS = (
     "LSB_JOBINDEX",
     "AWS_BATCH_JOB_ARRAY_INDEX",
 )
-# Kubernetes Jobs and Google Cloud Batch set these for array tasks and for workers of one training.
+# Kubernetes Jobs and Google Cloud Batch set these for array tasks and for workers of one job.
 _TASKS_OR_WORKERS = ("JOB_COMPLETION_INDEX", "BATCH_TASK_INDEX")
 _NO_TASK = {"SGE_TASK_ID": "undefined", "LSB_JOBINDEX": "0"}
 

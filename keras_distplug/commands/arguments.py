@@ -18,7 +18,7 @@ _WIDTH = 80
 _CODES = "0 done; 1 failed; 2 wrong usage; 3 nothing found."
 _LOG_CODES = "0 done; 1 failed; 2 wrong usage; 3 no log found."
 _DIRECTORY = (
-    "directory of a training, or any path in it that is printed: a run, a checkpoint, a log. A "
+    "directory of a training job, or any path in it that is printed: a run, a checkpoint, a log. A "
     "path or a URL (s3://bucket/runs/mnist, gs://, az://, sftp://)"
 )
 Subcommands = Any  # argparse's own type for it is private

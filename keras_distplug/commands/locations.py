@@ -1,4 +1,4 @@
-"""Resolves a path or URL to a training, one of its runs, a checkpoint or a log.
+"""Resolves a path or URL to a training job, one of its runs, a checkpoint or a log.
 
 Every path that this package prints can be given to every command.
 """
@@ -125,8 +125,8 @@ def find(text: str, storage_options: Mapping[str, Any] | None = None) -> Locatio
     """Resolves a path or URL, which need not exist.
 
     Args:
-        text: The directory of a training, or anything in it: the folder of a run, of a checkpoint
-            or of a log, or a file in one of these.
+        text: The directory of a training job, or anything in it: the folder of a run, a checkpoint
+            or a log, or a file in one of these.
         storage_options: Options of the store's fsspec file system.
 
     Raises:
@@ -197,8 +197,8 @@ def no_run(text: str, storage_options: Mapping[str, Any] | None, files: Files) -
             )
     return NoCheckpointError(
         f"{where} does not exist or contains no runs (folders such as run-0001). Pass the "
-        "directory of a training, by default keras_distplug_runs/<name of the script>. A run with "
-        "delete_checkpoint=True is deleted when its training finishes."
+        "directory of a training job, by default keras_distplug_runs/<name of the script>. A run "
+        "with delete_checkpoint=True is deleted when its training finishes."
     )
 
 

@@ -24,7 +24,7 @@ _LONGEST_STATE = 60  # characters; the message of an error may be longer
 
 @dataclass(frozen=True)
 class Row:
-    """A training.
+    """A training job.
 
     Args:
         name: Its path from the folder that was listed.
@@ -50,11 +50,11 @@ class Row:
 
 
 def rows(names: Sequence[str], open_training: Callable[[str], Files], bar: Bar) -> list[Row]:
-    """Returns a row for every training.
+    """Returns a row for every training job.
 
     Args:
         names: Their paths from the folder that is listed.
-        open_training: Opens the directory of a training.
+        open_training: Opens the directory of a training job.
         bar: Shows the progress.
     """
     bar.start("reading training jobs", len(names), "training jobs")
@@ -62,7 +62,7 @@ def rows(names: Sequence[str], open_training: Callable[[str], Files], bar: Bar) 
     for name in names:
         try:
             found.append(_row(open_training(name), name))
-        except (CheckpointError, OSError) as error:  # which hides no other training
+        except (CheckpointError, OSError) as error:  # which hides no other training job
             found.append(Row(name, None, f"unreadable: {error}"))
         bar.add(1)
     return found

@@ -18,10 +18,10 @@ def run(parsed: argparse.Namespace) -> int:
     location = locations.of(parsed)
     if location.checkpoint is not None:
         raise ConfigurationError(
-            "Expected the directory of a training, or the folder of a run: `prune` decides which "
-            f"of a run's checkpoints stay. Received: the checkpoint {location.checkpoint}. Give "
-            f"{location.files.where(location.run or '')}, or delete only the "
-            "folder of this checkpoint yourself."
+            "Expected the directory of a training job, or the folder of one of its runs, because "
+            "`prune` decides which of a run's checkpoints to keep. Received: the checkpoint "
+            f"{location.checkpoint}. Pass {location.files.where(location.run or '')} instead or, "
+            "to delete only this checkpoint, delete its folder yourself."
         )
     files = location.files
     deleted: list[dict[str, Any]] = []

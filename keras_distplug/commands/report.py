@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _name(where: str, run: str | None) -> str:
-    """Returns the name of a training, for a title and a file: `"mnist"`, or `"mnist-run-0001"`."""
+    """Returns the name of a job for a title and a file: `"mnist"`, or `"mnist-run-0001"`."""
     parts = [part for part in re.split(r"[/\\]+", where) if part.strip(".")]
     names = [*parts[-1:], run]
     if parts and re.fullmatch(r"run-\d+", parts[-1]):

@@ -1,4 +1,4 @@
-"""A position in the data of a training, and how to return to it."""
+"""A position in the data of a training job, and how to return to it."""
 
 from __future__ import annotations
 

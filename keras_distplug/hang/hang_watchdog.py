@@ -1,4 +1,4 @@
-"""The callback that ends a training that no longer makes progress."""
+"""The callback that ends a training job that no longer makes progress."""
 
 from __future__ import annotations
 

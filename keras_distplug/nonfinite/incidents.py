@@ -19,7 +19,7 @@ _ENDING_S = 60.0
 
 
 class Incidents:
-    """The incidents of one worker in one training.
+    """The incidents of one worker in one training job.
 
     Args:
         instrumentation: The instrumentation of the model.

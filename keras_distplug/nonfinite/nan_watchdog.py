@@ -74,7 +74,7 @@ class NaNWatchdog(Watchdog):
 
     Args:
         max_skips: The maximum number of consecutive updates to skip. Defaults to 5.
-        max_rollbacks: The maximum number of rollbacks to a checkpoint in one training. Requires a
+        max_rollbacks: The maximum number of rollbacks to a checkpoint in one run. Requires a
             `BackupAndRestore`. Defaults to 1.
         max_score: A threshold for outliers: an update is also skipped if the robust z-score of its
             loss, or of the logarithm of its gradients' norm, is greater than this. The score uses

@@ -239,7 +239,7 @@ class PreemptionHandler(Watchdog):
         problem, saved, is_together = "no checkpoint could be saved", None, False
         try:
             saved = self._save(cause, logs)
-            problem = "the workers could not wait for each other before they exit"
+            problem = "the workers could not wait for each other before exiting"
             self._agreement.barrier("leaving", _EXIT_BARRIER_S)
             is_together = True
         except DistplugError as error:

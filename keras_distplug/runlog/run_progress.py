@@ -1,4 +1,4 @@
-"""The progress of a training, its speed and the time left."""
+"""The progress of a training job, its speed and the time left."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Writer:
 
     @staticmethod
     def new_attempt() -> str:
-        """Returns a new prefix for the attempts of one training, unique to it."""
+        """Returns a new prefix for the attempts of one training job, unique to it."""
         return uuid.uuid4().hex
 
     def save(self, state: TrainState, attempt: str) -> None:
@@ -383,7 +383,7 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, _ReportedError):
         return error.remedy
     if isinstance(error, OtherRunError):
-        return "Give every training its own directory."
+        return "Give every training job its own directory."
     if not isinstance(error, OSError):
         return ""
     number = error.errno

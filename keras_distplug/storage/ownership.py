@@ -422,8 +422,8 @@ def _in_use(files: Files, owner: Process | None) -> InUseError:
     in_parallel = " Calls of `fit` can share a folder if they run one after another, as with "
     in_parallel += "scikit-learn's n_jobs=1."
     return InUseError(
-        f"Expected a folder that no other training uses. Received: {files.where()}, in which "
-        f"{owner or 'another process'} is already training. Wait until that training has finished, "
+        f"Expected a folder that no other training job uses. Received: {files.where()}, in which "
+        f"{owner or 'another process'} is already training. Wait until it has finished, "
         "stop it, or choose another folder for this one. Nothing was changed."
         f"{in_parallel if is_of_pool else ''}"
     )

@@ -1,4 +1,4 @@
-"""Manual deletion of checkpoints, which is safe even while a training writes to the run."""
+"""Manual deletion of checkpoints, which is safe even while a training job writes to the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outdated:
 
 def outdated(run: SurveyedRun, retention: Retention, *, damaged: bool = False) -> list[Outdated]:
     """Returns the checkpoints of a run that may be deleted: only ones older than the newest intact
-    checkpoint of their kind, because a training may still be writing newer ones.
+    checkpoint of their kind, because a training job may still be writing newer ones.
 
     Args:
         run: The run, from `checked`.

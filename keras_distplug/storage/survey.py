@@ -64,7 +64,7 @@ class SurveyedCheckpoint:
         bytes: The total size of its arrays' files, in bytes.
         manifest: Its manifest, if that could be read.
         reason: The reason why it is damaged or unreadable.
-        is_set_aside: True if a training found it damaged and quarantined it, so that no training
+        is_set_aside: True if a training job found it damaged and quarantined it, so that none
             restores it any more.
     """
 
@@ -126,8 +126,8 @@ def run_names(files: Files, only: str | None = None) -> list[str]:
     if not names:
         raise NoCheckpointError(
             f"{files.where()} does not exist or contains no runs (folders such as run-0001). Pass "
-            "the directory of a training, by default keras_distplug_runs/<name of the script>. A "
-            "run with delete_checkpoint=True is deleted when its training finishes."
+            "the directory of a training job, by default keras_distplug_runs/<name of the script>. "
+            "A run with delete_checkpoint=True is deleted when its training finishes."
         )
     if only is None:
         return names

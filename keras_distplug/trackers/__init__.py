@@ -1,4 +1,4 @@
-"""Experiment trackers: one run of theirs for all attempts of a training.
+"""Experiment trackers: one run of theirs for all attempts of a training job.
 
 Public for authors of trackers: `Tracker`, the methods that `RunLog(trackers=[...])` calls,
 and the values that these receive.

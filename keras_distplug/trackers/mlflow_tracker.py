@@ -26,7 +26,7 @@ _STATUS = {Outcome.FINISHED: "FINISHED", Outcome.FAILED: "FAILED", Outcome.INTER
 
 
 class MlflowTracker:
-    """Records a training in one run of MLflow, across all its attempts.
+    """Records a training job in one run of MLflow, across all its attempts.
 
     Pass it to `RunLog`. A script that is started again finds the run by its tag
     `keras_distplug.run`, whose value is kept in the folder of the training.

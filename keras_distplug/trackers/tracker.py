@@ -32,7 +32,7 @@ class TrackedRun:
     """The training that a tracker records.
 
     Args:
-        key: 32 random hexadecimal digits, the same in all attempts of a training.
+        key: 32 random hexadecimal digits, the same in all attempts of a training job.
         name: A name for people, such as `"mnist/run-0001"`.
         details: The number of workers, versions of packages, and so on, of this attempt.
     """
@@ -44,7 +44,7 @@ class TrackedRun:
 
 @dataclass(frozen=True, order=True)
 class Mark:
-    """The newest point of a training that a tracker has.
+    """The newest point of a training job that a tracker has.
 
     Args:
         step: Batches trained since the run started; -1 before the first point.

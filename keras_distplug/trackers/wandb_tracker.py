@@ -21,7 +21,7 @@ _OURS = ("id", "resume", "reinit", "settings")
 _STEP = "distplug/step"
 _LEVELS = {Severity.INFO: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
 # wandb writes its file every 15 s by default: a kill would lose the points of that time.
-# Console output is not captured, because that starts here in the middle of a training. At the end
+# Console output is not captured, because that starts here in the middle of a job. At the end
 # of the process, wandb waits for both timeouts: for 90 s, and forever, by default.
 _SETTINGS = {
     "console": "off",
@@ -32,7 +32,7 @@ _SETTINGS = {
 
 
 class WandbTracker:
-    """Records a training in one run of Weights & Biases, across all its attempts.
+    """Records a training job in one run of Weights & Biases, across all its attempts.
 
     Pass it to `RunLog`. The run's ID is kept in the folder of the training, so that a script that
     is started again continues the same run.

@@ -272,7 +272,7 @@ def test_failed_share(which: int, root: Path) -> None:
         (PermissionError(errno.EACCES, "no"), "Check the permissions of the directory."),
         (OSError(errno.EROFS, "no"), "Check the permissions of the directory."),
         (OSError("an answer of the store's"), "Fix the storage."),
-        (FileExistsError("another's"), "Give every training its own directory."),
+        (FileExistsError("another's"), "Give every training job its own directory."),
         (CheckpointError("Worker 1 has another model."), ""),
     ],
 )
