@@ -214,8 +214,7 @@ def test_local_storage_that_fails(
     monkeypatch.setattr(LocalFiles, "create", create)
     with pytest.warns(
         UserWarning,
-        match=r"A local checkpoint could not be saved \(consecutive failures: 4\); training "
-        r"continues\. ",
+        match=r"Saving a local checkpoint failed or takes too long \(consecutive failures: 4\)\. ",
     ):
         assert fit(tmp_path, max_failed_saves=1) == undisturbed
     assert len(failed) == 4

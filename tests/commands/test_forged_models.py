@@ -90,7 +90,7 @@ def test_refused(kind: str, tmp_path: Path) -> None:
         assert "Entry model/config/layers/1" in done.stderr
         assert " of the model description is not allowed: " in done.stderr
         assert "for a command: with --import MODULE" in done.stderr
-        assert "call `export(path)` of its BackupAndRestore" in done.stderr
+        assert "call `export(path)` on its BackupAndRestore" in done.stderr
     assert runs_made.contents(tmp_path) == before
 
 

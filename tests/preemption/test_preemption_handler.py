@@ -148,7 +148,7 @@ def test_saved_although_others_do_not_arrive(
     monkeypatch.setattr(Channel, "barrier", barrier)
     with pytest.raises(Preempted, match=r"ended with the checkpoint of step 6\."):
         fit(tmp_path, At(1, 1, fit_by(signal.SIGTERM)))
-    assert "before they exit: worker-1 did not arrive" in caplog.text
+    assert "before exiting: worker-1 did not arrive" in caplog.text
     assert "no checkpoint could be saved" not in caplog.text
     assert "training ends with the checkpoint of step 6" in caplog.text
     assert (tmp_path / "run-0001" / "step-00000006").is_dir()
