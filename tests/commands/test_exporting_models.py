@@ -314,7 +314,7 @@ def test_undescribable_model(tmp_path: Path, say: Say) -> None:
     code, printed = say("export", runs_, tmp_path / "w.weights.h5")
     assert code == 3
     assert "does not contain the architecture of the model" in printed
-    assert "`export(path)` on its BackupAndRestore" in printed
+    assert "`export(path)` of the BackupAndRestore" in printed
     assert say("export", runs_, tmp_path / "w.safetensors")[0] == 0
     backup.export(tmp_path / "w.weights.h5")
     fresh = unserializable()
