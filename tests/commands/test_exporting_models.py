@@ -531,7 +531,7 @@ def test_nothing_to_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("a.txt",), "ends with .keras"),
+        (("a.txt",), "endings .keras"),
         (("a.keras", "best"), "requires a metric"),
         (("a.keras", None, "h5"), "Expected `format`"),
         (("none/a.keras",), "in a folder that exists"),
