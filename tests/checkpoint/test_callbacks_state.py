@@ -303,7 +303,7 @@ def test_state_that_becomes_unusable(tmp_path: Path, caplog: pytest.LogCaptureFi
     """A state that can be saved at first, but not later, is reported once, and training
     continues."""
     assert held(tmp_path, Held({}, {1: 0.5}, object(), object()), 4) is None
-    [line] = {each for each in caplog.messages if "cannot be saved" in each}
+    [line] = {each for each in caplog.messages if "could not be saved" in each}
     assert line.startswith("Held.state_dict()[a] could not be saved")
     assert held(tmp_path, Held({}), 5) is None  # the last checkpoint has no state
 

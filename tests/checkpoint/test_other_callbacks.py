@@ -820,7 +820,7 @@ def test_unsavable_state_changed_in_place(tmp_path: Path, caplog: pytest.LogCapt
     """An unsavable object changed in place is reported, too."""
     fit(lambda f: [Collects()], tmp_path, backup(tmp_path / "runs"))
     [line] = {each for each in caplog.messages if "could not be saved or restored" in each}
-    names = line.split(" changed ")[0].split(", ")
+    names = line.split(" could not be ")[0].split(", ")
     assert {each.split(" ")[0] for each in names} == {
         *("Collects.queue", "Collects.bars", "Collects.replaced")
     }
@@ -830,7 +830,7 @@ def test_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     frame = pytest.importorskip("pandas").DataFrame({"loss": [0.5], "odd": [lambda: None]})
     fit(lambda f: [Frames(frame)], tmp_path, backup(tmp_path / "runs"))
     [line] = {each for each in caplog.messages if "could not be saved or restored" in each}
-    assert line.startswith("Frames.frame (DataFrame) changed")
+    assert line.startswith("Frames.frame (DataFrame) could not be saved")
 
 
 class OwnBackup(kd.BackupAndRestore):

@@ -200,7 +200,7 @@ def test_resumable_that_cannot_be_transformed() -> None:
         data, counted = kd.resumable(given), small.Stop()
         with pytest.raises(DataError, match=rf"of a {kind} to reach .* without `resumable`"):
             task().fit(data, verbose=0, callbacks=[counted])
-        with pytest.raises(AttributeError, match=r"map: .* without `resumable`"):
+        with pytest.raises(AttributeError, match=r"attribute `map`\. .* without `resumable`"):
             data.map(_numbered)
         assert counted.batches == 0
 

@@ -314,7 +314,7 @@ def test_custom_loss() -> None:
     [
         ({"every_steps": 0}, "`every_steps` to be an int >= 1. Received: 0"),
         ({"check_every_steps": 2.5}, "`check_every_steps` to be an int >= 1. Received: 2.5"),
-        ({"log_dir": "ftp://host/logs"}, "a URL that starts with one of memory, s3, .*ftp://host"),
+        ({"log_dir": "ftp://host/logs"}, "a URL that starts with one of memory://, .*ftp://host"),
         (
             {"storage_options": {"key": "k"}},
             "`storage_options` only together with `log_dir`",

@@ -391,7 +391,7 @@ def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(stock, fails)
     with (
         pytest.raises(OSError, match="the disk is gone"),
-        pytest.warns(UserWarning, match="A checkpoint could not be saved"),
+        pytest.warns(UserWarning, match="Saving a checkpoint failed"),
     ):
         fit(callbacks)
     [found] = logged(tmp_path)

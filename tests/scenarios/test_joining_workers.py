@@ -54,7 +54,7 @@ def test_signals_end_the_wait(task: str, number: signal.Signals) -> None:
     missing = f"ps-0 ({addresses[2]})" if other else f"worker-1 ({addresses[1]})"
     with Process([str(SCRIPT), "init"], env) as process:
         end_s = time.monotonic() + 60
-        while f"is waiting for {missing} to start" not in process.output():
+        while f"is waiting for {missing} to join" not in process.output():
             assert process.poll() is None, process.output()
             assert time.monotonic() < end_s
             time.sleep(0.05)
