@@ -83,7 +83,7 @@ def test_prune_takes_runs(tmp_path: Path, say: Say) -> None:
     made.run(tmp_path, *(made.state(step) for step in (4, 8, 12)))
     code, printed = say("prune", tmp_path / RUN / STEP, "--keep-last", "1")
     assert code == 2
-    assert f"Received: the checkpoint {STEP}. Give {tmp_path / RUN}" in printed
+    assert f"Received: the checkpoint {STEP}. Pass {tmp_path / RUN}" in printed
     assert (tmp_path / RUN / STEP).exists()
     assert say("prune", tmp_path / RUN, "--keep-last", "1")[0] == 0
     assert not (tmp_path / RUN / STEP).exists()
