@@ -86,7 +86,7 @@ class LocalTier:
         except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"Old local checkpoints in {self._files.where(self._run_id)} were not deleted: "
-                f"{str(error).rstrip('.')}. They take up space, but do no other harm.",
+                f"{str(error).rstrip('.')}. They use space, but do no other harm.",
                 stacklevel=2,
             )
 

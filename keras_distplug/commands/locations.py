@@ -109,7 +109,7 @@ def of(parsed: argparse.Namespace, *, needs_run: bool = True) -> Location:
 def _contradiction(what: str, in_path: object, given: object) -> ConfigurationError:
     return ConfigurationError(
         f"The path contains the {what} {in_path}, but another argument asks for {given}. Omit that "
-        "argument, or give the directory of the training as the path."
+        "argument, or give the directory of the training job as the path."
     )
 
 

@@ -142,8 +142,7 @@ def _expand_ranges(text: str, variable: str) -> list[str]:
         if not found or not 0 <= last - first < _MOST:
             raise ClusterError(
                 f"{variable} has a range that cannot be read. Expected a number or an ascending "
-                f"range, such as '07' or '01-03'. Received: {shown(part)}. Start the script with "
-                "srun itself, or set TF_CONFIG."
+                f"range, such as '07' or '01-03'. Received: {shown(part)}. {_REMEDY}"
             )
         width = len(found[1])
         numbers += [f"{number:0{width}d}" for number in range(first, last + 1)]
