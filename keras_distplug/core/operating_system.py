@@ -16,6 +16,7 @@ from keras_distplug.core.log import announce
 
 # By default, Windows opens files in text mode, which converts line endings.
 BINARY = getattr(os, "O_BINARY", 0)
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
@@ -33,8 +34,7 @@ def unsuspended_s() -> float:
 
     If the system has no such clock, returns `time.monotonic()`.
     """
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)
+    return time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK)
 
 
 def missing() -> list[str]:

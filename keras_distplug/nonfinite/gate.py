@@ -20,7 +20,7 @@ from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.backend.tensorflow.runtime.workers import replicas_here
 from keras_distplug.nonfinite.spikes import Window
 from keras_distplug.step.instrumentation import StepInstrument
-from keras_distplug.step.replica_step import ReplicaStep, get_size, scales_loss
+from keras_distplug.step.replica_step import ReplicaStep, call_unless, get_size, scales_loss
 
 # Updates, loss, norm, both scores, and which gradients are finite.
 _Observed = tuple[tf.Tensor, ...]
@@ -135,7 +135,7 @@ class NaNGate(StepInstrument):
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[Any],
     ) -> Sequence[Any]:
-        if not step.losses or scales_loss(optimizer):
+        if not step.losses or scales_loss(optimizer) or not step.is_one_of_several:
             return gradients
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         place = min(present, key=lambda i: get_size(gradients[i]))
@@ -150,17 +150,20 @@ class NaNGate(StepInstrument):
         summed: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
-        norm = step.norm_of_sum(summed)
+        half_square = step.half_square_of_sum(summed)
         name = self._optimizer_name(optimizer)
         score = loss_score = tf.constant(math.nan)
         if scales_loss(optimizer):
             # If only the gradients are not finite, the cause is usually the scale. But some kernels
             # turn NaN in their inputs into numbers, so check the data as well.
-            due_to_data = ~_has_sound_data(step) & ~tf.math.is_finite(norm)
+            due_to_data = ~_has_sound_data(step) & ~tf.math.is_finite(half_square)
             ok = _all_replicas(_has_sound_loss(step) & ~due_to_data)
         else:
-            ok = tf.math.is_finite(norm)
+            ok = tf.math.is_finite(half_square)
+            if step.losses and not step.is_one_of_several:
+                ok &= _has_sound_loss(step)
         if self.max_score is not None and not scales_loss(optimizer):
+            norm = tf.sqrt(2 * half_square)
             norms = self._get_window(_norms_key(name), step)
             score = norms.score(norm)
             ok &= score <= self.max_score
@@ -230,12 +233,15 @@ class NaNGate(StepInstrument):
                 notes._faults.append(fault)
             return np.zeros([], np.int32)
 
-        def noted() -> tf.Tensor:
+        def noted() -> None:
             flat = tf.nest.flatten(batch)
             given = [number, *seen(), *(each for each in flat if each is not None)]
-            return tf.reshape(tf.numpy_function(note, given, tf.int32), [])
+            tf.numpy_function(note, given, tf.int32)
 
-        tf.cond(ok, lambda: tf.zeros([], tf.int32), noted)
+        if step.is_compiled:
+            call_unless(ok, noted)
+        else:
+            step.call_if_skipped(ok, noted)
 
 
 @dataclass(frozen=True)

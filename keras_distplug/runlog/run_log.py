@@ -296,7 +296,7 @@ class _Writes:
         self._others: Sequence[GoodputCurves | TrackedFit] = ()
         self._doing = Category.START_UP
         self._ledger = Ledger(begun_s, self._doing)
-        self._loss: float | None = None
+        self._loss: Any = None  # of the last step, as in its logs
         self._last_step_s = unsuspended_s()
         self._flushed_s = self._begun_s
         reporting.listen(self)
@@ -358,7 +358,7 @@ class _Writes:
         self._doing = Category.OTHER
         self._ledger.switch(self._doing, now_s)
         self._last_step_s = unsuspended_s()
-        self._loss = float(loss) if isinstance(loss, int | float) else None
+        self._loss = loss
         self.step += batches
         self._steps += batches
         if self.marker is not None:
@@ -386,7 +386,7 @@ class _Writes:
                 Category.SYNC: report.sync_total_s or 0.0,
             }
             secs = split(secs, Category.STEP, waits_s)
-        loss = self._loss if steps else None
+        loss = float(self._loss) if steps and isinstance(self._loss, int | float) else None
         self._write(self._now(), _window(self.step, steps, self.epoch, secs, report, loss))
 
     def close_if_over(self) -> None:

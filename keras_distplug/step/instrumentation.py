@@ -308,16 +308,11 @@ class StepInstrumentation(gates.Gate):
     def _run_step(self, step: ReplicaStep) -> Any:
         with tracing.at(step), gates.recorded_assignments() as assigned:
             found = self.stock["train_step"](step.batch)
-            allowed = [each for each in step.allowed if gates.is_here(each)]
-            if allowed:
-                finish = functools.partial(
-                    assigned.restore_unless, tf.reduce_all(tf.stack(allowed))
-                )
-                together = share.current()
-                if together is None:
-                    finish()
-                else:
-                    together.at_end.append(finish)
+            together = share.current()
+            if together is None:
+                step.at_end(assigned)
+            else:
+                together.at_end.append(functools.partial(step.at_end, assigned))
         return found
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,8 @@ class RecordedTimes:
 
     def _make(self) -> None:
         with tf.device("CPU:0"):
-            self._count = exclude_variable(tf.Variable(0, dtype=tf.int64, trainable=False))
+            count = tf.zeros([1, 1], tf.int64)
+            self._count = exclude_variable(tf.Variable(count, trainable=False))
             times = tf.zeros([KEPT, 3], tf.float64)
             self._times = exclude_variable(tf.Variable(times, trainable=False))
 
@@ -46,14 +47,14 @@ class RecordedTimes:
             row = tf.stack([*times, *[missing] * (3 - len(times))])
             # Not computed if the data has ended.
             with tf.control_dependencies([row]):
-                count = self._count.read_value()
-                self._times.scatter_nd_update([[count % KEPT]], [row])
-                self._count.assign(count + 1)
+                place = self._count.read_value() % KEPT
+                self._times.scatter_nd_update(place, [row])
+                self._count.assign_add([[1]], read_value=False)
 
     def take(self) -> np.ndarray:
         """Returns a row of three times per step since the last call, by `time.perf_counter`; no
         rows if the system clock was changed meanwhile."""
-        count = int(self._count.numpy())
+        count = int(self._count.numpy().item())
         new = min(count - self._taken, KEPT)
         self._taken = count
         before_s, self._offset_s = self._offset_s, _offset_s()
@@ -66,9 +67,12 @@ class RecordedTimes:
 def now(after: Sequence[tf.Tensor], last: tf.Tensor) -> tf.Tensor:
     """Returns the time at which all of `after`, and `last`, are computed.
 
-    One value of `last` is copied to the CPU: on a GPU, a control dependency alone only waits until
-    the kernel has been launched.
+    Where there are other devices than CPUs, one value of `last` is copied to the CPU: on a GPU, a
+    control dependency alone only waits until the kernel has been launched.
     """
+    if all(device.device_type == "CPU" for device in tf.config.list_logical_devices()):
+        with tf.device("CPU:0"), tf.control_dependencies([*after, last]):
+            return tf.timestamp()
     with tf.control_dependencies(after):
         part = tf.reshape(last, [-1])[:1]
         with tf.device("CPU:0"), tf.control_dependencies([tf.identity(part)]):

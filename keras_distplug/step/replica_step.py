@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -31,6 +31,8 @@ class ReplicaStep:
         self.carried: dict[str, Any] = {}  # tensors for `after`, returned by the XLA computation
         self.notes: dict[Any, Any] = {}  # for instruments to use while the step is traced
         self.allowed: list[tf.Tensor] = []  # per update so far: True if it is applied
+        self._graph = _get_graph()
+        self._if_skipped: list[tuple[tf.Tensor, Callable[[], Any]]] = []
         self._losses: list[tf.Tensor] = []
         self._half_squares: dict[int, tuple[Any, tf.Tensor]] = {}
 
@@ -58,7 +60,8 @@ class ReplicaStep:
         together = share.current()
         # Keras divides the loss of every replica by the number of replicas.
         replicas = 1 if together is None else together.replicas
-        return tf.reduce_sum([tf.cast(loss, tf.float32) * replicas for loss in self.losses])
+        total = tf.add_n([_sum(tf.cast(loss, tf.float32)) for loss in self.losses])
+        return total if replicas == 1 else total * replicas
 
     def loss_of_all(self) -> tf.Tensor:
         """Returns the mean loss over the samples of all replicas."""
@@ -87,6 +90,9 @@ class ReplicaStep:
         Args:
             gradients: One gradient per variable. `None` is ignored.
         """
+        return tf.sqrt(2 * self._half_square(gradients))
+
+    def _half_square(self, gradients: Sequence[Any]) -> tf.Tensor:
         halves = []
         for gradient in gradients:
             if gradient is None:
@@ -96,21 +102,58 @@ class ReplicaStep:
                 half = _half_square(gradient)
                 self._half_squares[id(gradient)] = gradient, half
             halves.append(half)
-        return tf.sqrt(2 * tf.add_n(halves))
+        return tf.add_n(halves)
 
-    def norm_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
-        """Returns the global norm of gradients that are identical on all replicas.
+    def half_square_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
+        """Returns half the square of the global norm of gradients that all replicas have.
 
         Args:
             summed: One gradient per variable, as passed to `after_sum`. `None` is ignored.
         """
         if not self.is_one_of_several:
-            return self.norm(summed)
+            return self._half_square(summed)
         context = tf.distribute.get_replica_context()
         present = [dense(gradient) for gradient in summed if gradient is not None]
         return gates.compute_once(
-            context, lambda each: tf.sqrt(2 * tf.add_n([*map(_half_square, each)])), present
+            context, lambda each: tf.add_n([*map(_half_square, each)]), present
         )
+
+    def call_if_skipped(self, allowed: tf.Tensor, function: Callable[[], Any]) -> None:
+        """Builds the operations of `function` such that they run only if `allowed` is false.
+
+        Args:
+            allowed: A boolean scalar: true if an update of this step is applied.
+            function: A function without arguments.
+        """
+        is_within = _get_graph() is not self._graph  # in a function within the step
+        # TensorFlow would not keep conditions that use variables in the order of the replicas.
+        if is_within or self.is_one_of_several:
+            call_unless(allowed, function)
+        else:
+            self._if_skipped.append((allowed, function))
+
+    def at_end(self, assigned: gates.Assigned) -> None:
+        """Builds the operations at the end of a step, which run only if an update was skipped.
+
+        They are in one condition: every one takes time to trace, and some microseconds per step.
+
+        Args:
+            assigned: What to restore.
+        """
+        allowed = [each for each in self.allowed if gates.is_here(each)]
+        if not allowed:
+            return
+        every = allowed[0] if len(allowed) == 1 else tf.reduce_all(tf.stack(allowed))
+        changed = assigned.here()
+
+        def undo() -> None:
+            for one, function in self._if_skipped:
+                function() if one is every else call_unless(one, function)
+            for variable, before in changed:
+                variable.assign(before)
+
+        if changed or self._if_skipped:
+            call_unless(every, undo)
 
 
 def get_size(gradient: Any) -> float:
@@ -121,6 +164,23 @@ def get_size(gradient: Any) -> float:
 
 def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def _get_graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def call_unless(condition: tf.Tensor, function: Callable[[], Any]) -> None:
+    """Builds the operations of `function` such that they run only if `condition` is false."""
+
+    def call() -> None:
+        function()
+
+    tf.cond(condition, lambda: None, call)
+
+
+def _sum(loss: tf.Tensor) -> tf.Tensor:
+    return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)
 
 
 def _half_square(gradient: Any) -> tf.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import keras
+import numpy as np
 
 from keras_distplug.backend.tensorflow.replicas import steps
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
@@ -197,6 +198,9 @@ class OwnWindows:
         place = max(0, len(laps) - len(starts))
         while place and starts and laps[place - 1].start_s >= starts[0] - _SAME_S:
             place -= 1  # a callback ran additional steps
+        if (waits_s := _match_in_order(starts, laps[place:])) is not None:
+            self._waits.add(math.fsum(waits_s), len(waits_s))
+            return
         for start_s, next_s in pairwise([*starts, math.inf]):
             while place < len(laps) and laps[place].start_s < start_s - _SAME_S:
                 place += 1
@@ -216,9 +220,9 @@ class _Waits:
         self._secs, self._count = 0.0, 0
         self.is_known = True
 
-    def add(self, secs: float) -> None:
+    def add(self, secs: float, count: int = 1) -> None:
         self._secs += secs
-        self._count += 1
+        self._count += count
 
     @property
     def total_s(self) -> float | None:
@@ -293,6 +297,21 @@ class StepWindows:
             self._reports.close(last_secs)
             self._reports = None
         self.own.close()
+
+
+def _match_in_order(starts_s: Sequence[float], laps: Sequence[Lap]) -> Sequence[float] | None:
+    """Returns the time from every start to its lap; None if they are not one lap per start, as
+    usual."""
+    begun_s = np.array([lap.start_s for lap in laps])
+    called_s = np.array(starts_s)
+    if len(called_s) != len(begun_s) or np.isnan(called_s).any():
+        return None
+    are_after = called_s - _SAME_S <= begun_s
+    are_before_next = begun_s[:-1] <= called_s[1:]
+    if not (are_after.all() and are_before_next.all()):
+        return None
+    found: list[float] = np.maximum(begun_s - called_s, 0.0).tolist()
+    return found
 
 
 def _sync_total_s(syncs: Sequence[Sync], steps: int) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
@@ -45,7 +45,7 @@ def remember(files: Files, run: str, architecture: Architecture) -> None:
             stacklevel=2,
         )
         return
-    text = seal(asdict(architecture))
+    text = seal(vars(architecture))
     path = f"{run}/{layout.model_file(max(numbers, default=0) + 1)}"
     try:
         files.create(path, [text.encode()])

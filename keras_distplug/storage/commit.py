@@ -424,6 +424,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 @functools.cache
+@functools.cache
 def _versions() -> Mapping[str, str]:
     versions = {}
     for package in _PACKAGES:

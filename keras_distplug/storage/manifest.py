@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
@@ -110,7 +110,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns the text of MANIFEST.json, which includes a SHA-256 of itself."""
-        return seal({"schema_version": SCHEMA_VERSION, **asdict(self)})
+        return seal({"schema_version": SCHEMA_VERSION, **vars(self)})
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Manifest:

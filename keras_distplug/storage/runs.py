@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.hints import require_types
@@ -116,7 +116,7 @@ def create_run(
     record = RunRecord(uuid.uuid4().hex, job, seed, layout.now(), place, first, *astuple(identity))
     # A folder without a record also counts: it may be left of a run that was deleted.
     number = max((number for number, _ in layout.runs(files)), default=0)
-    text = seal(asdict(record))
+    text = seal(vars(record))
     while True:
         number += 1
         name = f"run-{number:04d}"

@@ -16,9 +16,31 @@ class ChangedError(ValueError):
 
 
 def seal(body: Mapping[str, Any]) -> str:
+    """Returns the text of `body`, whose dataclasses become objects, with a SHA-256 of itself."""
     # JSON changes some values, such as numeric keys. The digest is of the values as read back.
-    read = json.loads(json.dumps(body))
-    return json.dumps({**read, _SEAL: compute_digest(read)}, indent=1) + "\n"
+    read = json.loads(json.dumps(body, default=_fields))
+    return _format({**read, _SEAL: compute_digest(read)})
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return vars(value)
+
+
+def _format(body: Mapping[str, Any]) -> str:
+    """Formats an object with one line per entry, and per element of a list.
+
+    `json.dumps(indent=1)` is implemented in Python, and would delay the training thread.
+    """
+    entries = (f" {json.dumps(name)}: {_format_entry(value)}" for name, value in body.items())
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def _format_entry(value: Any) -> str:
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+    return json.dumps(value)
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:

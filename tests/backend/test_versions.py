@@ -4,7 +4,6 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,7 @@ def test_lowest_versions_match_pyproject() -> None:
 def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
     """Simulates that only these distributions are installed, and nothing is imported yet."""
 
-    def version(name: str) -> str:
-        if name.replace("-", "_") not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name.replace("-", "_")]
-
-    monkeypatch.setattr(versions.metadata, "version", version)
+    monkeypatch.setattr(versions, "_installed", lambda name: installed.get(name.replace("-", "_")))
     monkeypatch.setattr(versions, "_loaded", lambda name: None)
     versions._warn_once.cache_clear()
 

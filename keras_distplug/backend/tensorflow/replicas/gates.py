@@ -182,17 +182,9 @@ class Assigned:
             own = _local_part(variable)
             self._before[id(variable)] = (own, own.read_value())
 
-    def restore_unless(self, condition: tf.Tensor) -> None:
-        """Restores the previous values if `condition` is false."""
-        saved = [(own, before) for own, before in self._before.values() if is_here(before)]
-
-        def put_back() -> None:
-            for own, before in saved:
-                own.assign(before)
-
-        # In the usual case, a condition costs less than assignments.
-        if saved:
-            tf.cond(condition, lambda: None, put_back)
+    def here(self) -> list[tuple[Any, tf.Tensor]]:
+        """Returns variables and previous values; only those that the traced function has."""
+        return [(own, before) for own, before in self._before.values() if is_here(before)]
 
 
 def is_here(tensor: tf.Tensor) -> bool:

@@ -176,7 +176,9 @@ def _tensorflow_of_unknown_name() -> str | None:
     return str(version.VERSION)
 
 
+@cache
 def _installed(name: str) -> str | None:
+    """Returns the version of a distribution; searching for it takes milliseconds."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
