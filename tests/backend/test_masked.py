@@ -12,17 +12,9 @@ pytestmark = pytest.mark.tf
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from support.optimizers import OPTIMIZERS  # noqa: E402
 
 from keras_distplug.backend.tensorflow.replicas import masked  # noqa: E402
-
-OTHERS = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}  # wrappers and base classes
-NAMES = sorted(
-    name
-    for name, kind in vars(keras.optimizers).items()
-    if isinstance(kind, type)
-    and issubclass(kind, keras.optimizers.Optimizer)
-    and name not in OTHERS
-)
 
 
 def made(name: str) -> tuple[keras.optimizers.Optimizer, list[keras.Variable]]:
@@ -47,7 +39,7 @@ def state(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
     return [each.numpy().tobytes() for each in [*optimizer.variables, *variables]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str) -> None:
     """Not a bit changes if a step is skipped; otherwise the update is the usual one."""
     optimizer, variables = made(name)

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.replicas import ahead
 from keras_distplug.nonfinite.gate import Fault, NaNGate
 from keras_distplug.step.instrumentation import StepInstrumentation
 
@@ -140,6 +141,30 @@ def test_skipped(strategy: str, optimizer: str, compiled: dict[str, Any]) -> Non
     first = guarded.faults[0][1]
     assert first.batch[0].shape == (BATCH // replicas, 5)
     assert np.isnan(first.batch[0][1, 2])
+
+
+@pytest.mark.parametrize("compiled", [{}, {"steps_per_execution": 2}, {"jit_compile": True}])
+def test_computed_ahead(compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for large models, whose updates are computed before it is known if they are
+    applied."""
+    monkeypatch.setattr(ahead, "_WORTH_BYTES", 0)
+    were_ahead = []
+
+    def apply_if(*given: Any) -> bool:
+        were_ahead.append(stock(*given))
+        return were_ahead[-1]
+
+    stock = ahead.apply_if
+    monkeypatch.setattr(ahead, "apply_if", apply_if)
+    guarded, well = Guarded(), Guarded()
+    absent = trained(model_under(**compiled), data(absent=True), well)
+    assert trained(model_under(**compiled), data(nan_in_x), guarded) == absent
+    assert len(guarded.faults) == 2
+    assert set(were_ahead) == {True}
+    if "jit_compile" not in compiled:
+        monkeypatch.setattr(ahead, "_WORTH_BYTES", math.inf)
+        assert trained(model_under(**compiled), data(absent=True), Guarded()) == absent
+        assert absent == trained(model_under(**compiled), data(absent=True))
 
 
 def test_compiled_by_xla() -> None:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
-from keras_distplug.backend.tensorflow.replicas import masked
+from keras_distplug.backend.tensorflow.replicas import ahead, masked
 from keras_distplug.backend.tensorflow.replicas.share import current as current_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.current import Current
@@ -122,6 +122,14 @@ def apply(
         with _recording.at(None):
             stock(grads, variables)
 
+    def update_all() -> None:
+        with _recording.at(None):
+            stock(summed, variables)
+
+    if context.num_replicas_in_sync == 1 and ahead.apply_if(
+        opens, optimizer, trained, summed, update_all
+    ):
+        return None
     present = [gradient for gradient in summed if gradient is not None]
     cond_over_replicas(context, opens, update, lambda _: None, present)
     return None
