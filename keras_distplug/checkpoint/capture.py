@@ -16,6 +16,7 @@ from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
     Table,
     get_value,
     merge_parts,
+    set_value,
 )
 from keras_distplug.checkpoint import callback_states, external_variables, own_states
 from keras_distplug.core.errors import ModelError
@@ -128,7 +129,7 @@ def restore(
         elif key.startswith(_OTHER_PREFIXES):
             others[key] = np.array(value)
         elif key in variables:
-            variables[key].assign(value)
+            set_value(variables[key], value)
         del value  # frees its memory for the next one
     models.refresh(model)
     return others

@@ -33,6 +33,7 @@ from keras_distplug.checkpoint.progress_line import show_progress
 from keras_distplug.checkpoint.settings import RESUMING, Resuming
 from keras_distplug.cluster.channel import Channel
 from keras_distplug.cluster.roles import Role
+from keras_distplug.core.collector import collector_paused
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.log import announce
 from keras_distplug.core.state import Completion, Cursor, TrainState
@@ -182,6 +183,7 @@ class FitState:
 
     # Capturing
 
+    @collector_paused()
     def take(
         self, logs: Mapping[str, Any] | None, completion: Completion | None = None
     ) -> TrainState:

@@ -14,6 +14,7 @@ from keras_distplug.checkpoint.candidates import Candidate, Candidates
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.settings import Resuming
 from keras_distplug.cluster.channel import Channel
+from keras_distplug.core.collector import collector_paused
 from keras_distplug.core.errors import CheckpointError, ConfigurationError
 from keras_distplug.core.events import Restored
 from keras_distplug.core.log import announce
@@ -23,6 +24,7 @@ from keras_distplug.storage.files import Files
 from keras_distplug.storage.runs import Run
 
 
+@collector_paused()
 def restore_newest(
     state: FitState,
     candidates: Candidates,

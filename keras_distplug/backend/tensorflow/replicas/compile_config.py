@@ -30,12 +30,13 @@ def frozen(model: keras.Model) -> dict[str, list[int]]:
 
 def freeze(model: keras.Model, places: Frozen) -> None:
     """Freezes and unfreezes layers and weights so that `frozen(model)` equals `places`."""
+    layers, weights = set(places["layers"]), set(places["weights"])
     for place, layer in enumerate((model, *list_layers(model))):  # a layer precedes its sublayers
-        is_trained = place not in places["layers"]
+        is_trained = place not in layers
         if layer._trainable != is_trained:
             layer.trainable = is_trained
     for place, weight in enumerate(model.weights):
-        is_trained = place not in places["weights"]
+        is_trained = place not in weights
         if weight.trainable != is_trained:
             weight.trainable = is_trained
 

