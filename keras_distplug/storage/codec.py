@@ -199,7 +199,8 @@ class Buffers:
                 raise CorruptCheckpointError(
                     f"{source}: `{spec}` cannot be read: {error}."
                 ) from error
-        self._missing = {key: count_bytes([spec]) for key, spec in self._specs.items()}
+        self._bytes = {key: count_bytes([spec]) for key, spec in self._specs.items()}
+        self._missing = dict(self._bytes)
         self._memory: dict[str, Memory] = {}
         self._complete: list[str] = []
 
@@ -245,10 +246,10 @@ class Buffers:
     def _find(self, name: str) -> tuple[str, int, int]:
         """Returns a piece's variable and the range of its bytes in it."""
         if name in self._specs:
-            return name, 0, count_bytes([self._specs[name]])
+            return name, 0, self._bytes[name]
         if (match := _PIECE.fullmatch(name)) and match[1] in self._specs:
             itemsize = _itemsize(self._specs[match[1]])
-            size = count_bytes([self._specs[match[1]]])
+            size = self._bytes[match[1]]
             begin, end = (min(int(match[each]) * itemsize, size) for each in (2, 3))
             return match[1], begin, end
         raise ValueError(f"{name} is not one of the checkpoint's variables")
