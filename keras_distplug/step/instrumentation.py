@@ -310,9 +310,9 @@ class StepInstrumentation(gates.Gate):
             found = self.stock["train_step"](step.batch)
             together = share.current()
             if together is None:
-                step.at_end(assigned)
+                step.undo_if_skipped(assigned)
             else:
-                together.at_end.append(functools.partial(step.at_end, assigned))
+                together.at_end.append(functools.partial(step.undo_if_skipped, assigned))
         return found
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -104,12 +104,16 @@ class ReplicaStep:
             halves.append(half)
         return tf.add_n(halves)
 
-    def half_square_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
-        """Returns half the square of the global norm of gradients that all replicas have.
+    def norm_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
+        """Returns the global norm of gradients that are identical on all replicas.
 
         Args:
             summed: One gradient per variable, as passed to `after_sum`. `None` is ignored.
         """
+        return tf.sqrt(2 * self.half_square_of_sum(summed))
+
+    def half_square_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
+        """Returns half the square of `norm_of_sum`."""
         if not self.is_one_of_several:
             return self._half_square(summed)
         context = tf.distribute.get_replica_context()
@@ -132,19 +136,19 @@ class ReplicaStep:
         else:
             self._if_skipped.append((allowed, function))
 
-    def at_end(self, assigned: gates.Assigned) -> None:
-        """Builds the operations at the end of a step, which run only if an update was skipped.
+    def undo_if_skipped(self, assigned: gates.Assigned) -> None:
+        """Builds the operations at the end of a step that run only if an update was skipped.
 
-        They are in one condition: every one takes time to trace, and some microseconds per step.
+        There is one condition for all of them, because a condition takes time to trace and to run.
 
         Args:
-            assigned: What to restore.
+            assigned: The assignments to undo.
         """
         allowed = [each for each in self.allowed if gates.is_here(each)]
         if not allowed:
             return
         every = allowed[0] if len(allowed) == 1 else tf.reduce_all(tf.stack(allowed))
-        changed = assigned.here()
+        changed = assigned.list_previous()
 
         def undo() -> None:
             for one, function in self._if_skipped:

@@ -300,18 +300,17 @@ class StepWindows:
 
 
 def _match_in_order(starts_s: Sequence[float], laps: Sequence[Lap]) -> Sequence[float] | None:
-    """Returns the time from every start to its lap; None if they are not one lap per start, as
-    usual."""
-    begun_s = np.array([lap.start_s for lap in laps])
-    called_s = np.array(starts_s)
-    if len(called_s) != len(begun_s) or np.isnan(called_s).any():
+    """Returns the time from every start to its lap. Returns None unless every start has exactly one
+    lap, which is the usual case."""
+    called_s, started_s = np.array(starts_s), np.array([lap.start_s for lap in laps])
+    if len(called_s) != len(started_s) or np.isnan(called_s).any():
         return None
-    are_after = called_s - _SAME_S <= begun_s
-    are_before_next = begun_s[:-1] <= called_s[1:]
-    if not (are_after.all() and are_before_next.all()):
+    follows_call = called_s - _SAME_S <= started_s
+    precedes_next_call = started_s[:-1] <= called_s[1:]
+    if not (follows_call.all() and precedes_next_call.all()):
         return None
-    found: list[float] = np.maximum(begun_s - called_s, 0.0).tolist()
-    return found
+    waits_s: list[float] = np.maximum(started_s - called_s, 0.0).tolist()
+    return waits_s
 
 
 def _sync_total_s(syncs: Sequence[Sync], steps: int) -> float | None:

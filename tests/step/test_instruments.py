@@ -32,6 +32,11 @@ class Norms(kd.StepInstrument):
         step.carried["norm"] = step.norm(gradients)
         return gradients
 
+    def after_sum(self, step, optimizer, gradients):
+        by_hand = tf.linalg.global_norm([each for each in gradients if each is not None])
+        tf.debugging.assert_near(step.norm_of_sum(gradients), by_hand)
+        return gradients
+
     def after(self, step, logs):
         tf.numpy_function(self._note, [step.replica, step.carried["norm"]], [])
 

@@ -190,8 +190,8 @@ class Assigned:
             own = _local_part(variable)
             self._before[id(variable)] = (own, own.read_value())
 
-    def here(self) -> list[tuple[Any, tf.Tensor]]:
-        """Returns variables and previous values; only those that the traced function has."""
+    def list_previous(self) -> list[tuple[Any, tf.Tensor]]:
+        """Returns variables and their previous values, if these belong to the traced function."""
         return [(own, before) for own, before in self._before.values() if is_here(before)]
 
 
