@@ -17,7 +17,7 @@ from keras_distplug.backend.tensorflow.runtime import keras_callbacks, models
 from keras_distplug.backend.tensorflow.runtime.callback_list import move_to_end
 from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
 from keras_distplug.callbacks.watchdog import require_made
-from keras_distplug.checkpoint import capture, exports, opening, same_start, saver
+from keras_distplug.checkpoint import best_epochs, capture, exports, opening, same_start, saver
 from keras_distplug.checkpoint import resuming as resuming_
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, get_cadence
 from keras_distplug.checkpoint.candidates import Candidate, Candidates
@@ -377,15 +377,18 @@ class BackupAndRestore(RunKeeper):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._state.on_epoch_end(epoch)
         last = self.model.stop_training or epoch + 1 == self._epochs
+        best = best_epochs.is_among_best(self.retention, epoch, logs, self.model.history)
         if is_finite(logs):
+            assert self._saves is not None
+            step, take = self._state.step, functools.partial(self._state.take, logs)
             with time_spent(Category.SAVE):
-                for saves in self._all_saves():
-                    is_last = last and saves is self._saves
-                    saves.on_epoch_end(
-                        self._state.step, lambda: self._state.take(logs), is_last=is_last
-                    )
+                self._saves.on_epoch_end(step, take, is_last=last, is_best=best)
+                if self._local_saves is not None:
+                    self._local_saves.on_epoch_end(step, take)
         elif self._role.is_chief:
             announce(f"no checkpoint is saved after epoch {epoch + 1}: its loss is not finite")
+        if epoch == 0 and self._role.is_chief:
+            best_epochs.announce_unknown(self.retention, logs)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         models.start_at_epoch(self.model, None)

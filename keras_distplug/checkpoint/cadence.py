@@ -188,13 +188,39 @@ class Pace:
         self._duration_s = duration_s
         self._excess_s = 0.0
 
-    def plan_at_epoch_end(self, step: int, now_s: float, *, is_saving: bool, is_last: bool) -> Plan:
-        """Returns the plan at an epoch's end. The last epoch is saved even if a save is running."""
-        if is_last and not isinstance(self._cadence, AtEnd):
-            return self._due(step, now_s, is_saving=False)
-        is_first = isinstance(self._cadence, Auto) and self.interval_s is None and not is_saving
-        if is_first or isinstance(self._cadence, EveryEpoch):
-            return self._due(step, now_s, is_saving=is_saving)
+    def plan_at_epoch_end(
+        self,
+        step: int,
+        now_s: float,
+        *,
+        is_saving: bool,
+        is_last: bool = False,
+        is_best: bool = False,
+    ) -> Plan:
+        """Returns the plan at an epoch's end.
+
+        `"auto"` does not save because an epoch is the last: the end of training saves, too, and no
+        more than an interval can be lost until then. It saves at an epoch's end if nothing was
+        saved before.
+
+        Args:
+            step: Number of steps since the run started.
+            now_s: The current time, in seconds.
+            is_saving: True if a save is in progress. The last epoch and the best ones wait for it.
+            is_last: True if no epoch follows.
+            is_best: True if the epoch is among the best ones, which the user wants to keep.
+        """
+        match self._cadence:
+            case AtEnd():
+                save = False
+            case EveryEpoch():
+                save = True
+            case Auto():
+                save = is_best or (self.interval_s is None and not is_saving)
+            case _:
+                save = is_best or is_last
+        if save:
+            return self._due(step, now_s, is_saving=is_saving and not (is_last or is_best))
         return Plan(save=False, next_look=None)
 
     def plan_at_check(self, step: int, now_s: float, *, is_saving: bool) -> Plan:

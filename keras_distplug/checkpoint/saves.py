@@ -121,12 +121,23 @@ class Saves:
         if plan.save:
             self.save(state)
 
-    def on_epoch_end(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
-        """Does the same as `look`, at the end of an epoch."""
+    def on_epoch_end(
+        self,
+        step: int,
+        state: Callable[[], TrainState],
+        *,
+        is_last: bool = False,
+        is_best: bool = False,
+    ) -> None:
+        """Does the same as `look`, at the end of an epoch: the last one, or one to be kept."""
         self._handle_finished()
         plan = self._agree(
             lambda: self._pace.plan_at_epoch_end(
-                step, time.monotonic(), is_saving=self._saver.is_busy, is_last=is_last
+                step,
+                time.monotonic(),
+                is_saving=self._saver.is_busy,
+                is_last=is_last,
+                is_best=is_best,
             )
         )
         if plan.save:

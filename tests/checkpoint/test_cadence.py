@@ -178,12 +178,15 @@ def test_first_save_with_slow_steps(step_s: float) -> None:
 
 
 def test_auto_at_the_end_of_an_epoch() -> None:
-    """`"auto"` saves there if nothing was saved before, since epochs may have only a few steps."""
+    """`"auto"` saves there if nothing was saved before, since epochs may have only a few steps; not
+    at the last one's end otherwise, since the end of training saves, too."""
     pace = Pace(Auto(0.01), 0, 0.0, wait_if_busy=False)
-    assert pace.plan_at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is True
-    assert pace.plan_at_epoch_end(7, 1.5, is_saving=True, is_last=False).save is False
+    for is_last in (False, True):
+        assert pace.plan_at_epoch_end(5, 1.0, is_saving=False, is_last=is_last).save is True
+        assert pace.plan_at_epoch_end(7, 1.5, is_saving=True, is_last=is_last).save is False
     pace.saved(0.1, 1.0)
-    assert pace.plan_at_epoch_end(10, 2.0, is_saving=False, is_last=False).save is False
+    for is_last in (False, True):
+        assert pace.plan_at_epoch_end(10, 2.0, is_saving=False, is_last=is_last).save is False
     assert pace.skipped == 0
 
 
@@ -196,21 +199,30 @@ def test_auto_to_a_store() -> None:
 
 
 def test_epochs() -> None:
-    """`"epoch"` saves at every epoch's end; all cadences except `False` save at the last one's."""
+    """`"epoch"` saves at every epoch's end; numbers and times also save at the last one's."""
     for cadence, middle, last in (
         (EveryEpoch(), True, True),
         (EveryBatches(7), False, True),
         (EverySeconds(60.0), False, True),
-        (Auto(0.01), True, True),
         (AtEnd(), False, False),
     ):
         pace = Pace(cadence, 0, 0.0, wait_if_busy=False)
-        assert pace.plan_at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is middle
+        assert pace.plan_at_epoch_end(5, 1.0, is_saving=False).save is middle
         assert pace.plan_at_epoch_end(9, 2.0, is_saving=True, is_last=True).save is last
         assert pace.skipped == 0
 
 
 def test_busy_at_the_end_of_an_epoch() -> None:
     pace = Pace(EveryEpoch(), 0, 0.0, wait_if_busy=False)
-    assert pace.plan_at_epoch_end(5, 1.0, is_saving=True, is_last=False).save is False
+    assert pace.plan_at_epoch_end(5, 1.0, is_saving=True).save is False
     assert pace.skipped == 1
+
+
+def test_best_epochs() -> None:
+    """They are saved whatever the cadence, except at the end only, and wait for a save before."""
+    for cadence in (EveryEpoch(), EveryBatches(7), EverySeconds(60.0), Auto(0.01), AtEnd()):
+        pace = Pace(cadence, 0, 0.0, wait_if_busy=False)
+        pace.saved(0.1, 1.0)
+        plan = pace.plan_at_epoch_end(5, 1.0, is_saving=True, is_best=True)
+        assert plan.save is not isinstance(cadence, AtEnd)
+        assert pace.skipped == 0

@@ -276,6 +276,40 @@ def test_retention(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == sorted({16, 20, 24} | {4 * epoch + 4 for epoch in worst})
 
 
+class Scores(small.Watching):
+    """Adds a metric to the logs, best in the second epoch, whose weights it keeps."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["score"] = [3.0, 1.0, 2.0, 1.5, 4.0][epoch]
+        if epoch == 1:
+            self.weights = self.model.get_weights()
+
+
+@pytest.mark.parametrize("save_freq", ["auto", "2h", 3])
+def test_best_epoch(save_freq: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The end of the best epoch is saved, whenever else checkpoints are, and stays after a restart
+    that trains worse epochs."""
+    scores, best = Scores(), Retention(keep_last=1, keep_best=("score", "min", 1))
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path, scores, small.Stop(3, 1), epochs=5, save_freq=save_freq, retention=best)
+    small.start_process()
+    fit(tmp_path, Scores(), epochs=5, save_freq=save_freq, retention=best)
+    assert 8 in steps_in(tmp_path)
+    backup = kd.BackupAndRestore(tmp_path, delete_checkpoint=False, retention=best)
+    backup.export(tmp_path / "best.keras", step="best")
+    for value, expected in zip(
+        keras.models.load_model(tmp_path / "best.keras").get_weights(), scores.weights, strict=True
+    ):
+        assert np.array_equal(value, expected)
+    assert "keep_best" not in caplog.text
+    assert len(steps_in(tmp_path)) <= 2
+
+
+def test_unknown_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, keep_best=("val_loss", "min", 1))
+    assert "'val_loss', which the logs of the first epoch lack (they have loss, mae)" in caplog.text
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_end_is_written_once(changed: bool, tmp_path: Path) -> None:
     """Training that ends in the state after its last step does not write that state again."""
