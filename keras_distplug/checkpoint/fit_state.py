@@ -107,6 +107,7 @@ class FitState:
         for line in self._callbacks.unsound() if role.is_chief else ():
             announce(f"a callback cannot resume exactly after a restart: {line}")
         replica_values.stop_waiting(model)  # for variables that a failed `fit` did not make
+        self._finish_own: Callable[[], None] = lambda: None
 
     def _on_step_known(self, step: str, stage: touched.Stage) -> None:
         if step == "train_step" and stage is touched.Stage.TRACED:
@@ -147,7 +148,7 @@ class FitState:
         self._drawn = random_states.capture()
 
     def on_test_begin(self) -> None:
-        replica_values.stop_waiting(self._model)  # variables that a test makes are not the epoch's
+        self._finish_own()  # variables that a test makes are not the epoch's
         if self._leave_epoch is not None:
             replica_values.reset_unbuilt(self._model)  # if no batch of the epoch remained
         if self._validation is None:
@@ -174,7 +175,7 @@ class FitState:
             replica_values.reset_unbuilt(self._model)
             self._leave_epoch()
             self._leave_epoch = None
-        replica_values.stop_waiting(self._model)
+        self._finish_own()
 
     def on_train_end(self) -> None:
         touched.Touched.of(self._model).on_step_known = None
@@ -470,7 +471,7 @@ class FitState:
     def _restore_own(self, *, in_epoch: bool, with_metrics: bool = True) -> None:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
         self._arrays = {}  # may hold best weights, as large as the model
-        own_states.restore(
+        self._finish_own = own_states.restore(
             self._model, own, self._role, in_epoch=in_epoch, with_metrics=with_metrics
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,9 +87,9 @@ def restore(
     *,
     in_epoch: bool,
     with_metrics: bool = True,
-) -> None:
+) -> Callable[[], None]:
     """Restores the values of this worker's replicas, also of variables that the first step
-    creates, and reports metrics of the epoch that do not match.
+    creates.
 
     Args:
         model: The model in training.
@@ -97,34 +97,38 @@ def restore(
         role: This worker's role.
         in_epoch: The value given to `capture`.
         with_metrics: False if the metrics of the epoch start from scratch.
+
+    Returns:
+        A function to call after the epoch's steps, which reports metrics that do not match.
     """
     is_eager = models.runs_eagerly(model)
     counting: set[int] = set()
+    differs: str | None = None
 
-    def announce_new_metrics(differs: str) -> None:
-        if role.is_chief and in_epoch:
-            announce(
-                "some metrics of this epoch do not cover the batches before the checkpoint: the "
-                f"metrics {differs}"
-            )
-
-    def restore() -> str | None:
+    def restore() -> bool:
+        nonlocal differs
         if not with_metrics:
             counting.update(map(id, model.metrics_variables))
-        found = restore_existing(
+        differs = restore_existing(
             model, arrays, role.rank, role.world_size, in_epoch=in_epoch, counting=counting
         )
         if is_eager:
             counting.update(_existing(model))
-        return found
+        return differs is None
 
-    def restore_after_build() -> None:
-        if (differs := restore()) is not None and not is_eager:
-            announce_new_metrics(differs)
+    def finish() -> None:
+        nonlocal differs
+        replica_values.stop_waiting(model)
+        if differs is not None and role.is_chief and in_epoch:
+            announce(
+                "some metrics of this epoch do not cover the batches before the checkpoint: the "
+                f"metrics {differs}"
+            )
+        differs = None
 
-    differs = restore()
-    if differs is not None and not replica_values.when_built(model, restore_after_build):
-        announce_new_metrics(differs)
+    if not restore() and not replica_values.when_built(model, restore):
+        finish()
+    return finish
 
 
 def restore_existing(

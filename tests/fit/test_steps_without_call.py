@@ -74,6 +74,18 @@ class WithCompiledMetrics(Parts):
         return self.compute_metrics(x, x, found)
 
 
+class WithOwnLoss(WithCompiledMetrics):
+    """Updates every compiled metric itself, and never uses the compiled loss."""
+
+    def loss_of(self, x: Any, y: Any, found: Any) -> Any:
+        return tf.reduce_mean(tf.square(found - x))
+
+    def logs_of(self, x: Any, y: Any, found: Any, loss: Any) -> dict[str, Any]:
+        for metric in self.metrics:
+            metric.update_state(*((loss,) if metric.name == "loss" else (x, found)))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
 class WithSeveralLosses(WithCompiledMetrics):
     def apart(self, x: Any) -> Any:
         return {"a": super().apart(x), "b": self.last(self.first(x))}
@@ -100,6 +112,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "loss": Parts,
     "tracker": WithTracker,
     "compiled metrics": WithCompiledMetrics,
+    "own loss": WithOwnLoss,
     "several losses": WithSeveralLosses,
 }
 COMPILED: dict[str, dict[str, Any]] = {
@@ -107,6 +120,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "loss": {},
     "tracker": {"loss": "mse"},
     "compiled metrics": {"loss": "mse", "metrics": ["mae", "mse"]},
+    "own loss": {"loss": "mse", "metrics": ["mae", "mse"]},
     "several losses": {"loss": {"a": "mse", "b": "mae"}, "metrics": {"a": ["mae"], "b": ["mse"]}},
 }
 
@@ -158,7 +172,7 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
             assert (metrics, history) == plain[1:], place
 
 
-@pytest.mark.parametrize("name", ["loss", "tracker"])
+@pytest.mark.parametrize("name", ["loss", "tracker", "own loss"])
 def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
     """Steps that are not traced do so, too."""
     plain = fit(name, eager=True)

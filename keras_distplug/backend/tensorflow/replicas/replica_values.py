@@ -62,9 +62,10 @@ def build(model: keras.Model, element_spec: Any) -> None:
             )
 
 
-def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
-    """Calls `then` once the first step has created the variables of metrics, before it uses them.
-    An eager step creates and changes some before others, so `then` is called after every part.
+def when_built(model: keras.Model, then: Callable[[], bool]) -> bool:
+    """Calls `then` whenever the first step has created some variables of metrics, before it uses
+    them, until `then` returns True. A step may leave parts unbuilt: one that computes its own loss
+    never builds the compiled one.
 
     Returns:
         True if there are parts that are not built yet.
@@ -77,14 +78,13 @@ def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
         def build(*args: Any, **kwargs: Any) -> None:
             vars(part).pop("build", None)
             stock(*args, **kwargs)
-            waiting.remove(part)
-            if not waiting or tf.executing_eagerly():
-                with tf.init_scope():  # a step that is being traced runs later
-                    then()
+            with tf.init_scope():  # a step that is being traced runs later
+                if then():
+                    stop_waiting(model)
 
         _UPSTREAM.patch(part, "build", build)
 
-    for part in list(waiting):
+    for part in waiting:
         hook(part)
     return bool(waiting)
 
