@@ -71,10 +71,9 @@ class NaNWatchdog(Watchdog):
       steps overlap.
     - With `jit_compile=True`, XLA compiles a step to different instructions with this callback, so
       results may differ in the last bits from those without it. **Not verified on GPU.**
-    - Without XLA, the last bits may differ, too, if a gradient is itself a product that the
-      optimizer multiplies by the learning rate, such as that of the scale of a
-      `BatchNormalization` after a `Dense` layer under `SGD`: TensorFlow may reorder the product
-      only if nothing else uses the gradient.
+    - Without XLA, the last bits are the same on one CPU. Elsewhere, or with more than 256 MB of
+      trained weights, they may differ under `SGD` if a gradient is a product, such as that of the
+      scale of a `BatchNormalization`: TensorFlow reorders a product that only the optimizer uses.
 
     Args:
         max_skips: The maximum number of consecutive updates to skip. Defaults to 5.

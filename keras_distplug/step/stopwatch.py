@@ -15,7 +15,7 @@ import tensorflow as tf
 import xxhash
 
 from keras_distplug.backend.tensorflow.input.pipeline import is_op_determinism_on
-from keras_distplug.backend.tensorflow.replicas import gates, share
+from keras_distplug.backend.tensorflow.replicas import gates, products, share
 from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
 from keras_distplug.step import recorded_times
@@ -198,7 +198,7 @@ class Stopwatch(StepInstrument):
             return gradients
         if self.is_in_graph:
             if _COMPUTED not in step.notes:  # only the first optimizer's gradients are timed
-                gradients, step.notes[_COMPUTED] = _timed(gradients)
+                gradients, step.notes[_COMPUTED] = _timed(gradients, optimizer)
             return gradients
         del step.notes[_STARTED]
         reading = self._reading(step, optimizer, gradients) if self._requested.readings else ()
@@ -214,7 +214,7 @@ class Stopwatch(StepInstrument):
         if self.is_in_graph:
             is_requested = self._requested.syncs and step.is_one_of_several
             if is_requested and _COMPUTED in step.notes and _SUMMED not in step.notes:
-                gradients, step.notes[_SUMMED] = _timed(gradients)
+                gradients, step.notes[_SUMMED] = _timed(gradients, optimizer)
             return gradients
         computed = step.notes.pop((_COMPUTED, id(optimizer)), None)
         if computed is None or not gates.is_here(computed):
@@ -351,15 +351,20 @@ def _record_when_ready(
 
 
 def _find_smallest(gradients: Sequence[Any]) -> tuple[list[int], int]:
-    """Returns the indices of all gradients, and of the smallest one."""
+    """Returns the indices of all gradients, and of the smallest one that is not a product."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    return present, min(present, key=lambda i: get_size(gradients[i]))
+    return present, min(
+        present, key=lambda i: (products.is_product(gradients[i]), get_size(gradients[i]))
+    )
 
 
-def _timed(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
+def _timed(
+    gradients: Sequence[Any], optimizer: keras.optimizers.Optimizer
+) -> tuple[list[Any], tf.Tensor]:
     """Returns the gradients, one of which waits for the timestamp, and the timestamp."""
     present, place = _find_smallest(gradients)
-    there = recorded_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
+    awaited = products.copies(optimizer, gradients)
+    there = recorded_times.now([dense(awaited[i]) for i in present], dense(awaited[place]))
     with tf.control_dependencies([there]):
         waiting = tf.nest.map_structure(_identity, gradients[place], expand_composites=True)
     return [*gradients[:place], waiting, *gradients[place + 1 :]], there

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.replicas import masked
+from keras_distplug.backend.tensorflow.replicas import masked, products
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
@@ -76,7 +76,8 @@ def _is_suitable(
         return False
     if not all(isinstance(each, tf.Variable) and "CPU" in each.device for each in natives):
         return False
-    return _WORTH_BYTES <= sum(map(_count_bytes, trained)) <= _MOST_BYTES
+    least = 0 if products.are_reordered(optimizer, gradients) else _WORTH_BYTES
+    return least <= sum(map(_count_bytes, trained)) <= _MOST_BYTES
 
 
 def _has_conditions(optimizer: Any) -> bool:

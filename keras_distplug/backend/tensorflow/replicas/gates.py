@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
-from keras_distplug.backend.tensorflow.replicas import ahead, masked
+from keras_distplug.backend.tensorflow.replicas import ahead, masked, products
 from keras_distplug.backend.tensorflow.replicas.share import current as current_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.current import Current
@@ -109,7 +109,8 @@ def apply(
         get_inner_optimizer(optimizer)._trainable_variables if variables is None else variables
     )
     summed = gate.received(optimizer, summed)
-    opens = gate.opens(optimizer, own, summed, trained)
+    own_copies, copies = products.copies(optimizer, own), products.copies(optimizer, summed)
+    opens = gate.opens(optimizer, own_copies, copies, trained)
     if opens is None:
         return stock(summed, variables)
     if is_scheduled(tf.distribute.get_strategy()) and masked.knows(optimizer):
