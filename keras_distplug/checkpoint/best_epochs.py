@@ -26,9 +26,9 @@ def is_among_best(
     value = json_values.numbers(logs or {}).get(metric, math.nan)
     if math.isnan(value):
         return False
-    recorded = list(history.history.get(metric, []))
+    recorded = history.history.get(metric, [])
     if history.epoch and history.epoch[-1] == epoch:
-        recorded.pop()
+        recorded = recorded[:-1]
     earlier = json_values.numbers({str(number): each for number, each in enumerate(recorded)})
     sign = -1 if mode == "min" else 1
     return sum(sign * each > sign * value for each in earlier.values()) < count
