@@ -216,10 +216,10 @@ class Pace:
             case EveryEpoch():
                 save = True
             case Auto():
-                save = is_best or (self.interval_s is None and not is_saving)
+                save = self.interval_s is None and not is_saving
             case _:
-                save = is_best or is_last
-        if save:
+                save = is_last
+        if save or is_best:
             return self._due(step, now_s, is_saving=is_saving and not (is_last or is_best))
         return Plan(save=False, next_look=None)
 

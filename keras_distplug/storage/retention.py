@@ -44,9 +44,8 @@ class Retention(ShortRepr):
             kept forever. Defaults to `None`.
         keep_best: A metric of the logs, `"min"` or `"max"`, and the number of best checkpoints to
             keep by it, such as `("val_loss", "min", 3)`. The end of an epoch that is among the best
-            is saved even if `save_freq` would not, unless it is `False`. Among equals, the newer
-            counts as better; a checkpoint whose metric is missing or NaN is never kept by this
-            rule. Defaults to `None`.
+            is saved whatever `save_freq` is. Among equals, the newer counts as better; a checkpoint
+            whose metric is missing or NaN is never kept by this rule. Defaults to `None`.
 
     Raises:
         ConfigurationError: If an argument is invalid.

@@ -285,7 +285,7 @@ class Scores(small.Watching):
             self.weights = self.model.get_weights()
 
 
-@pytest.mark.parametrize("save_freq", ["auto", "2h", 3])
+@pytest.mark.parametrize("save_freq", ["auto", "2h", 3, False])
 def test_best_epoch(save_freq: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The end of the best epoch is saved, whenever else checkpoints are, and stays after a restart
     that trains worse epochs."""
