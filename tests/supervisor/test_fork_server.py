@@ -232,11 +232,11 @@ def test_marks(make: Make) -> None:
     made = make()
     handle, is_forked = made.start(
         """
-        import subprocess, sys
+        import signal, subprocess, sys
         waits = [sys.executable, "-c", "import signal; signal.pause()"]
         child = subprocess.Popen(waits, start_new_session=True)
         print(child.pid, flush=True)
-        child.wait()
+        signal.pause()  # not `child.wait()`, which the child's death would end
         """
     )
     assert is_forked
