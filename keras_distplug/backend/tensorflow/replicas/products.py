@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 _COPY = "_distplug_copy"  # an attribute, without which TensorFlow would merge copies and originals
+_DEEPEST = 6  # levels of products within a product
 
 
 def are_reordered(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]) -> bool:
@@ -37,8 +38,14 @@ def is_product(tensor: Any) -> bool:
     return is_symbolic and tensor.op.type == "Mul"
 
 
-def _copy(product: tf.Tensor) -> tf.Tensor:
-    x, y = (_copy(each) if is_product(each) else each for each in product.op.inputs)
+def _copy(product: tf.Tensor, depth: int = 1) -> tf.Tensor:
+    """Copies a product, and the products that are its factors, up to a limit: they may share
+    factors, which would be copied once for every path."""
+    is_deepest = depth == _DEEPEST
+    x, y = (
+        _copy(each, depth + 1) if is_product(each) and not is_deepest else each
+        for each in product.op.inputs
+    )
     copied: tf.Tensor = tf.raw_ops.Mul(x=x, y=y)
     copied.op._set_attr(_COPY, tf.compat.v1.AttrValue(b=True))
     return copied
