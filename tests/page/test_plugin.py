@@ -227,9 +227,12 @@ def test_states_of_checkpoints(tmp_path: Path) -> None:
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][-1] == ("committed", "sizes")
     assert ("unfinished", None) not in seen[0]
-    [*_, newest] = sorted(each for each in run.glob("*-0*") if each.is_dir())
-    for shard in newest.glob("*/*.safetensors"):
+    folders = [each for each in run.glob("*-0*") if each.is_dir()]
+    last_step = max(each.name.partition("-")[2] for each in folders)
+    damaged = list(run.glob(f"*-{last_step}*/*/*.safetensors"))
+    for shard in damaged:
         shard.write_bytes(shard.read_bytes()[:10])
+    assert damaged
     for folder in (tmp_path, tmp_path / "mnist", run):
         rows = list_checkpoints(folder)
         assert rows[-1] == ("damaged", None)
