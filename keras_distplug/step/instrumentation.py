@@ -358,6 +358,29 @@ class StepInstrumentation(gates.Gate):
         step.allowed.append(allows)
         return allows
 
+    def reverts(self) -> bool:
+        step = tracing.now
+        return (
+            step is not None
+            and not step.is_compiled
+            and not step.is_in_function
+            and self._is_step_of_keras()
+        )
+
+    def _is_step_of_keras(self) -> bool:
+        """True if the step is Keras' own, which computes nothing with the new weights."""
+        module = getattr(self.stock["train_step"], "__module__", None) or ""
+        if not module.startswith("keras_distplug."):
+            return False  # a callback has replaced it within this `fit`
+        own = {
+            "train_step": Touched.of(self.model).steps["train_step"],
+            "compute_metrics": self.model.compute_metrics,
+        }
+        return all(
+            getattr(each, "__func__", None) is getattr(keras.Model, name)
+            for name, each in own.items()
+        )
+
 
 def _are_in_current_graph(values: Any) -> bool:
     return all(map(gates.is_here, tf.nest.flatten(values)))

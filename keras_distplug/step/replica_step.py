@@ -46,6 +46,11 @@ class ReplicaStep:
         return bool(tf.distribute.get_replica_context().num_replicas_in_sync > 1)
 
     @property
+    def is_in_function(self) -> bool:
+        """True if the caller is traced as part of another function within the step."""
+        return _get_graph() is not self._graph
+
+    @property
     def losses(self) -> list[tf.Tensor]:
         """The results of `compute_loss` that belong to the function being traced."""
         return [loss for loss in self._losses if gates.is_here(loss)]
@@ -129,9 +134,8 @@ class ReplicaStep:
             allowed: A boolean scalar: true if an update of this step is applied.
             function: A function without arguments.
         """
-        is_within = _get_graph() is not self._graph  # in a function within the step
         # TensorFlow would not keep conditions that use variables in the order of the replicas.
-        if is_within or self.is_one_of_several:
+        if self.is_in_function or self.is_one_of_several:
             call_unless(allowed, function)
         else:
             self._if_skipped.append((allowed, function))

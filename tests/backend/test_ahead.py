@@ -48,22 +48,33 @@ def state(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
     return [each.numpy().tobytes() for each in [*optimizer.variables, *variables]]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name: str) -> None:
+def test_every_optimizer(name: str, keeps: bool) -> None:
     """Not a bit changes if a step is skipped; otherwise the update is the usual one, and what
-    follows in the step reads the new values."""
+    follows in the step reads the new values. The same if the caller keeps the previous values."""
     optimizer, variables, were_ahead = make(name, **EVERYTHING)
     stock, stock_variables, _ = make(name, **EVERYTHING)
 
     @tf.function(autograph=False)
     def update(ok: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         given = grads(value)
+        kept: list[tuple[tf.Variable, tf.Tensor]] = []
+        keep = (lambda native, previous: kept.append((native, previous))) if keeps else None
         were_ahead.append(
             ahead.apply_if(
-                ok, optimizer, variables, given, lambda: optimizer.apply(given, variables)
+                ok, optimizer, variables, given, lambda: optimizer.apply(given, variables), keep
             )
         )
-        return tf.reduce_sum(variables[0])
+        assert bool(kept) == keeps
+
+        def put_back() -> None:
+            for native, previous in kept:
+                native.assign(previous)
+
+        read_after = tf.reduce_sum(variables[0])
+        tf.cond(ok, lambda: None, put_back)
+        return read_after
 
     @tf.function(autograph=False)
     def as_always(value: tf.Tensor) -> None:

@@ -143,28 +143,80 @@ def test_skipped(strategy: str, optimizer: str, compiled: dict[str, Any]) -> Non
     assert np.isnan(first.batch[0][1, 2])
 
 
-@pytest.mark.parametrize("compiled", [{}, {"steps_per_execution": 2}, {"jit_compile": True}])
-def test_computed_ahead(compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for large models, whose updates are computed before it is known if they are
-    applied."""
-    monkeypatch.setattr(ahead, "_WORTH_BYTES", 0)
-    were_ahead = []
+def watch_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Returns a list that receives, per traced update, if it is computed ahead, and if it is
+    applied in any case and reverted at the end of the step."""
+    seen = []
 
     def apply_if(*given: Any) -> bool:
-        were_ahead.append(stock(*given))
-        return were_ahead[-1]
+        is_ahead = stock(*given)
+        seen.append((is_ahead, is_ahead and given[-1] is not None))
+        return is_ahead
 
     stock = ahead.apply_if
     monkeypatch.setattr(ahead, "apply_if", apply_if)
+    return seen
+
+
+@pytest.mark.parametrize("is_reverted", [True, False])
+@pytest.mark.parametrize("compiled", [{}, {"steps_per_execution": 2}, {"jit_compile": True}])
+def test_computed_ahead(
+    compiled: dict[str, Any], is_reverted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same if updates are computed before it is known if they are applied, with a condition
+    around the assignments, or without."""
+    if not is_reverted:
+        monkeypatch.setattr(StepInstrumentation, "reverts", lambda self: False)
+    monkeypatch.setattr(ahead, "_WORTH_BYTES", 0)
+    seen = watch_updates(monkeypatch)
     guarded, well = Guarded(), Guarded()
     absent = trained(model_under(**compiled), data(absent=True), well)
     assert trained(model_under(**compiled), data(nan_in_x), guarded) == absent
     assert len(guarded.faults) == 2
-    assert set(were_ahead) == {True}
+    assert set(seen) == {(True, is_reverted and "jit_compile" not in compiled)}
     if "jit_compile" not in compiled:
-        monkeypatch.setattr(ahead, "_WORTH_BYTES", math.inf)
-        assert trained(model_under(**compiled), data(absent=True), Guarded()) == absent
         assert absent == trained(model_under(**compiled), data(absent=True))
+
+
+def test_layer_that_changes_its_weights() -> None:
+    """A weight that its layer changes in the forward pass, before the update does, gets the value
+    of the previous step back."""
+
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(2)
+        return model_under(layers=(keras.layers.SpectralNormalization(keras.layers.Dense(6)),))
+
+    guarded = Guarded()
+    assert trained(model(), data(nan_in_x), guarded) == trained(model(), data(absent=True))
+    assert len(guarded.faults) == 2
+
+
+@pytest.mark.parametrize("name", ["train_step", "compute_metrics"])
+@pytest.mark.parametrize("is_of_class", [True, False])
+def test_weights_used_within_a_step(
+    name: str, is_of_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that uses the weights after the update, in variables that Keras does not know, sees no
+    weights that are not finite."""
+    sums = tf.Variable(tf.zeros([7, 1]))
+    stock = getattr(keras.Sequential, name)
+
+    def method(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        found = stock(self, *args, **kwargs)
+        sums.assign_add(self.layers[-1].kernel.value)
+        return found
+
+    if is_of_class:
+        monkeypatch.setattr(keras, "Sequential", type("Sums", (keras.Sequential,), {name: method}))
+    model = model_under()
+    if not is_of_class:
+        setattr(model, name, types.MethodType(method, model))
+    seen, guarded = watch_updates(monkeypatch), Guarded()
+    model.fit(data(nan_in_x), verbose=0, callbacks=[guarded])
+    assert len(guarded.faults) == 1
+    assert np.isfinite(sums.numpy()).all()
+    assert sums.numpy().any()
+    assert set(seen) == {(False, False)}
 
 
 def test_compiled_by_xla() -> None:

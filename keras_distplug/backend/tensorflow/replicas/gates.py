@@ -53,6 +53,11 @@ class Gate:
         `variables`; None to apply them unconditionally."""
         return None
 
+    def reverts(self) -> bool:
+        """True if the update may be applied in any case, because nothing uses the new values before
+        the end of the step, which restores what `recorded_assignments` has recorded."""
+        return False
+
 
 def dense(gradient: Any) -> tf.Tensor:
     """Returns the values of a gradient; for a sparse one, only those that it contains."""
@@ -127,10 +132,11 @@ def apply(
         with _recording.at(None):
             stock(summed, variables)
 
-    if context.num_replicas_in_sync == 1 and ahead.apply_if(
-        opens, optimizer, trained, summed, update_all
-    ):
-        return None
+    if context.num_replicas_in_sync == 1:
+        recording = _recording.now
+        keep = recording.keep if recording is not None and gate.reverts() else None
+        if ahead.apply_if(opens, optimizer, trained, summed, update_all, keep):
+            return None
     present = [gradient for gradient in summed if gradient is not None]
     cond_over_replicas(context, opens, update, lambda _: None, present)
     return None
@@ -191,9 +197,18 @@ class Assigned:
             own = _local_part(variable)
             self._before[id(variable)] = (own, own.read_value())
 
+    def keep(self, native: tf.Variable, previous: tf.Tensor) -> None:
+        """Records an assignment that an update makes."""
+        self._before[id(native)] = (native, previous)
+
     def list_previous(self) -> list[tuple[Any, tf.Tensor]]:
-        """Returns variables and their previous values, if these belong to the traced function."""
-        return [(own, before) for own, before in self._before.values() if is_here(before)]
+        """Returns variables and their previous values, if these belong to the traced function.
+
+        A variable that both a layer and the update assign is returned twice, with the value before
+        both at last, so that assigning all of them restores that.
+        """
+        every = [(own, before) for own, before in self._before.values() if is_here(before)]
+        return every[::-1]
 
 
 def is_here(tensor: tf.Tensor) -> bool:
