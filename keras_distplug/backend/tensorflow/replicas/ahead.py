@@ -58,9 +58,9 @@ def apply_if(
         False if this is not possible, or not worth it. Nothing was changed then.
     """
     natives = [variable._value for variable in (*optimizer.variables, *trained)]
-    # Without a condition, there is no operation more than in a usual update.
-    is_free = keep is not None or products.are_reordered(optimizer, gradients)
-    if not _is_suitable(optimizer, natives, trained, gradients, 0 if is_free else _WORTH_BYTES):
+    # Without a condition, it is worth it for any size; and the bits of products depend on it.
+    always = keep is not None or products.are_reordered(optimizer, gradients)
+    if not _is_suitable(optimizer, natives, trained, gradients, 0 if always else _WORTH_BYTES):
         return False
     new = _NewValues(natives)
     try:
