@@ -204,8 +204,8 @@ class Assigned:
     def list_previous(self) -> list[tuple[Any, tf.Tensor]]:
         """Returns variables and their previous values, if these belong to the traced function.
 
-        A variable that both a layer and the update assign is returned twice, with the value before
-        both at last, so that assigning all of them restores that.
+        A variable that both a layer and the update assign is returned twice, the newest value
+        first: assigning all of them in this order restores the oldest.
         """
         every = [(own, before) for own, before in self._before.values() if is_here(before)]
         return every[::-1]
