@@ -172,7 +172,7 @@ class BackupAndRestore(RunKeeper):
         self.hold = Hold(open_files(backup_dir, storage_options))  # heartbeats must not wait
         self._last_run: str | None = None  # finished by this callback
         self._saves: Saves | None = None
-        self._local_saves: Saves | None = None
+        self._all_saves: tuple[Saves, ...] = ()  # that, and the one of local checkpoints
         same_start.watch()  # before `fit` looks at the data
 
     def export(
@@ -282,8 +282,9 @@ class BackupAndRestore(RunKeeper):
             logger.append = False
         run = self._run = self._run or self.open_run(self.model, contents.fingerprint_fit())
         resuming_.require_own_list(made_in_fit=self._is_of_fit, is_chief=self._role.is_chief)
-        self._saves = self._local_saves = self._finished = None
-        self.hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
+        self._saves = self._finished = None
+        self._all_saves = ()
+        self.hold.start(self.model, lambda: list(self._all_saves), self._forget_run)
         self._store = CheckpointStore(self._files, run.name, self._retention)
         self._trained_here = False
         self._local = None
@@ -317,11 +318,12 @@ class BackupAndRestore(RunKeeper):
             self._cadence,
             self.saving.max_failed_saves,
         )
+        self._all_saves = (self._saves,)
         if self._local is not None and self._local_place is not None:
             session = Writer.new_attempt() if self._role.is_chief else None
             session = self._agreement.broadcast("session", session)
             writer = self._local.writer(session, self._role.rank, agreement.alone())
-            self._local_saves = self._saves_to(writer, self._local_place[1], None)
+            self._all_saves += (self._saves_to(writer, self._local_place[1], None),)
         self._state.build()
         self._report(Phase.FITTING)
 
@@ -347,18 +349,19 @@ class BackupAndRestore(RunKeeper):
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         # Keras before 3.11 gives `on_train_batch_end` an execution's first batch, not its last.
         self._batch = batch
-        self._executions.begin()
+        if self._executions.batches_each is None:
+            self._executions.begin()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._state.on_train_batch_end(self._batch, self._executions.end())
+        trained = self._executions.batches_each or self._executions.end()
+        self._state.on_train_batch_end(self._batch, trained)
         if not self._trained_here:
             self._trained_here = True
             self._report(Phase.TRAINING)
-        now_s = time.monotonic()
-        seconds = None if self._stepped_s is None else now_s - self._stepped_s
-        self._stepped_s = now_s
+        before_s, self._stepped_s = self._stepped_s, time.monotonic()
+        seconds = None if before_s is None else self._stepped_s - before_s
         step = self._state.step
-        if due := [each for each in self._all_saves() if each.stepped(step, seconds)]:
+        if due := [each for each in self._all_saves if each.stepped(step, seconds)]:
             with time_spent(Category.SAVE):
                 for saves in due:
                     saves.look(step, lambda: self._state.take(logs), is_sound=is_finite(logs))
@@ -383,8 +386,8 @@ class BackupAndRestore(RunKeeper):
             step, take = self._state.step, functools.partial(self._state.take, logs)
             with time_spent(Category.SAVE):
                 self._saves.on_epoch_end(step, take, is_last=last, is_best=best)
-                if self._local_saves is not None:
-                    self._local_saves.on_epoch_end(step, take)
+                for local in self._all_saves[1:]:
+                    local.on_epoch_end(step, take)
         elif self._role.is_chief:
             announce(f"no checkpoint is saved after epoch {epoch + 1}: its loss is not finite")
         if epoch == 0 and self._role.is_chief:
@@ -429,7 +432,7 @@ class BackupAndRestore(RunKeeper):
         step, is_sound = self._state.step, is_finite(logs)
         with time_spent(Category.SAVE):
             return save_all_in_time(
-                reversed(self._all_saves()),
+                reversed(self._all_saves),
                 step,
                 lambda: self._state.take(logs),
                 left_s,
@@ -437,7 +440,7 @@ class BackupAndRestore(RunKeeper):
             )
 
     def roll_back(self) -> int | None:
-        for saves in self._all_saves():
+        for saves in self._all_saves:
             saves.wait()
         self._agreement.barrier("roll back")
         return resuming_.roll_back(self._state, self._candidates())
@@ -456,11 +459,8 @@ class BackupAndRestore(RunKeeper):
         """Forgets the run after a failed `fit`, so that the next one looks it up again."""
         self._run = None
 
-    def _all_saves(self) -> list[Saves]:
-        return [each for each in (self._saves, self._local_saves) if each is not None]
-
     def _finish_saves(self) -> None:
-        for saves in self._all_saves():
+        for saves in self._all_saves:
             saves.finish()
 
     def _candidates(self) -> Candidates:

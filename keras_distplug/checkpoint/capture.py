@@ -14,7 +14,7 @@ import numpy as np
 from keras_distplug.backend.tensorflow.runtime import host_memory, models
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
     Table,
-    get_value,
+    get_values,
     merge_parts,
     set_value,
 )
@@ -70,10 +70,10 @@ def capture(model: keras.Model) -> dict[str, Any]:
 
     They are references: nothing is copied here; TensorFlow copies a variable when it changes.
     """
-    arrays = {key: get_value(variable) for key, variable in list_variables(model).items()}
+    named = list_variables(model)
     if (generator := models.global_seed_generator()) is not None:
-        arrays[_RANDOM] = get_value(generator.state)
-    return arrays
+        named[_RANDOM] = generator.state
+    return dict(zip(named, get_values(named.values()), strict=True))
 
 
 def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:

@@ -49,6 +49,7 @@ class Saver:
     def __init__(self, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
+        self.is_idle = True  # False until `finished` has returned the newest save
         self.step = 0  # of the newest save
         self._started_s = self._reported_s = 0.0
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
@@ -73,7 +74,7 @@ class Saver:
                 "`start`."
             )
 
-        self.step = step
+        self.step, self.is_idle = step, False
         self._started_s = self._reported_s = started_s = time.monotonic()
 
         def run() -> None:
@@ -101,7 +102,8 @@ class Saver:
         """Returns finished saves not returned before, and one that takes too long, if any."""
         found = [self._results.get() for _ in range(self._results.qsize())]
         if not self.is_busy:
-            self._thread = None  # makes the check after every step cheaper
+            self._thread = None
+            self.is_idle = self._results.empty()
         if self._is_late():
             self._reported_s = now_s = time.monotonic()
             seconds = now_s - self._started_s

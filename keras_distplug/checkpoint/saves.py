@@ -91,9 +91,12 @@ class Saves:
             step: Number of steps since the run started.
             seconds: Duration of the last step; None if it is not representative.
         """
+        saver = self._saver
         if seconds is not None:
-            self._pace.stepped(seconds, is_saving=self._saver.is_busy)
-        return (self._next_look is not None and step >= self._next_look) or self._saver.has_news
+            self._pace.stepped(seconds, is_saving=not saver.is_idle and saver.is_busy)
+        if self._next_look is not None and step >= self._next_look:
+            return True
+        return not saver.is_idle and saver.has_news
 
     def look(self, step: int, state: Callable[[], TrainState], *, is_sound: bool) -> None:
         """Reports finished saves, and starts one if it is due at the end of a step.

@@ -32,7 +32,7 @@ from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.reporting import report
 from keras_distplug.core.supervised import Phase, Supervised
-from keras_distplug.hang.patience import Patience, Stage
+from keras_distplug.hang.patience import SHORT_S, Patience, Stage
 from keras_distplug.hang.sentinel import Sentinel
 from keras_distplug.hang.verdict import ClusterInquiry, Inquiry, Report
 
@@ -47,7 +47,7 @@ _CLOSING_S = 5.0
 
 
 class _Progress(NamedTuple):
-    """The last progress of training. It is created in every hook, so it must be cheap."""
+    """The last progress of training."""
 
     number: int
     stage: Stage
@@ -166,9 +166,10 @@ class HangWatchdog(Watchdog):
         self._inquiry = self._make_inquiry()
         self._undo.append(self._inquiry.close)
         self._exits = self.exit or (self.exit is None and not is_interactive())
+        self._may_be_debugged = may_be_debugged()
         self._sentinel = None
         if self._exits:
-            self._sentinel = Sentinel(self._role.name, self._patience.limit_s(Stage.FIRST_STEP))
+            self._sentinel = Sentinel(self._role.name, self._patience.limits_s[Stage.FIRST_STEP])
             self._undo.append(self._sentinel.close)
         watch = threading.Thread(target=self._watch, name="keras_distplug-hangs", daemon=True)
         watch.start()
@@ -233,12 +234,17 @@ class HangWatchdog(Watchdog):
         return ClusterInquiry(self._agreement.session("watch"), self._report, self._end)
 
     def _record_progress(self, stage: Stage, doing: str, batch: int = 0) -> None:
+        """Runs twice per step, so it must be cheap."""
         if not self._undo:
             return  # called by an `evaluate` that uses the same callbacks
         before, now_s = self._progress, time.monotonic()
-        self._patience.record_duration(before.stage, now_s - before.at_s)
-        self._progress = _Progress(before.number + 1, stage, doing, batch, self._epoch, now_s)
-        self._update_sentinel(self._patience.limit_s(stage))
+        if (took_s := now_s - before.at_s) > SHORT_S:
+            self._patience.record_duration(before.stage, took_s)
+        # `_Progress()` is a function in Python, which calls this.
+        self._progress = tuple.__new__(
+            _Progress, (before.number + 1, stage, doing, batch, self._epoch, now_s)
+        )
+        self._update_sentinel(self._patience.limits_s[stage])
 
     def _report(self) -> Report:
         """Describes this worker's state. Called from any thread."""
@@ -258,9 +264,9 @@ class HangWatchdog(Watchdog):
             doing=doing,
             awaits=is_at.awaits,
             for_s=stalled_s if stalled_at is progress else 0.0,  # not yet seen by the watch
-            limit_s=self._patience.limit_s(progress.stage),
+            limit_s=self._patience.limits_s[progress.stage],
             silence_s=_SENTINEL_S
-            + max(self._patience.limit_s(stage) for stage in (progress.stage, Stage.BETWEEN)),
+            + max(self._patience.limits_s[stage] for stage in (progress.stage, Stage.BETWEEN)),
         )
 
     def _watch(self) -> None:
@@ -275,7 +281,8 @@ class HangWatchdog(Watchdog):
             progress, now_s = self._progress, time.monotonic()
             # A longer wait than requested means that the process was suspended: cap it.
             passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
-            limit_s = self._patience.limit_s(progress.stage)
+            limit_s = self._patience.limits_s[progress.stage]
+            self._may_be_debugged = may_be_debugged()
             self._update_sentinel(limit_s)
             stalled_at, stalled_s = self._stall
             if progress is not stalled_at:
@@ -340,7 +347,7 @@ class HangWatchdog(Watchdog):
 
     def _update_sentinel(self, limit_s: float) -> None:
         if self._sentinel is not None:
-            self._sentinel.say(math.inf if may_be_debugged() else limit_s)
+            self._sentinel.say(math.inf if self._may_be_debugged else limit_s)
 
     def _end_sentinel(self) -> None:
         if self._sentinel is not None:

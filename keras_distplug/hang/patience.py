@@ -29,6 +29,9 @@ _FLOORS_S = {
 # A later step may be traced again like the first one, so the first one's time counts for it.
 _LIKE = {Stage.FIRST_STEP: Stage.STEP, Stage.FIRST_VALIDATION_STEP: Stage.VALIDATION_STEP}
 
+# Shorter durations do not change any limit.
+SHORT_S = min(_FLOORS_S.values()) / _TIMES_THE_LONGEST
+
 
 class Patience:
     """Adapts the limits to the durations of stages so far.
@@ -37,12 +40,15 @@ class Patience:
         limits_s: Fixed limits in seconds by stage. Other limits are five times the stage's longest
             duration so far, but at least five minutes for a step, and an hour for a first step and
             for the time between steps.
+
+    Attributes:
+        limits_s: The current limits in seconds.
     """
 
     def __init__(self, limits_s: Mapping[Stage, float]) -> None:
         self._given_s = dict(limits_s)
         self._longest_s = dict.fromkeys(Stage, 0.0)
-        self._limits_s = {**_FLOORS_S, **limits_s}
+        self.limits_s = {**_FLOORS_S, **limits_s}
 
     def record_duration(self, stage: Stage, seconds: float) -> None:
         if seconds <= self._longest_s[stage]:
@@ -50,7 +56,4 @@ class Patience:
         for each in {stage, _LIKE.get(stage, stage)}:
             self._longest_s[each] = longest_s = max(self._longest_s[each], seconds)
             if each not in self._given_s:
-                self._limits_s[each] = max(_FLOORS_S[each], _TIMES_THE_LONGEST * longest_s)
-
-    def limit_s(self, stage: Stage) -> float:
-        return self._limits_s[stage]
+                self.limits_s[each] = max(_FLOORS_S[each], _TIMES_THE_LONGEST * longest_s)

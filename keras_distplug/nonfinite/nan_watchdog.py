@@ -197,9 +197,11 @@ class NaNWatchdog(Watchdog):
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._batch = batch
-        self._executions.begin()
         self._updates: int | None = None
-        if self._on_workers is not None or self.model.steps_per_execution == 1:
+        if self._executions.batches_each == 1:
+            return
+        self._executions.begin()
+        if self._on_workers is not None:
             return
         optimizer = self.model.optimizer
         # A `LossScaleOptimizer` does not count the updates that it skips itself.
@@ -207,9 +209,8 @@ class NaNWatchdog(Watchdog):
             self._updates = int(optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        trained = self._executions.end()
         if self._on_workers is not None:
-            self._trained += trained
+            self._trained += self._executions.end()
             self._poll_workers(self._on_workers, force=False)
             return
         if self._is_new:
@@ -220,7 +221,7 @@ class NaNWatchdog(Watchdog):
         if not steps:
             self._consecutive, self._has_trained = 0, True
             return
-        self._handle_faults(steps, trained, logs)
+        self._handle_faults(steps, self._executions.end(), logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._on_workers is not None:

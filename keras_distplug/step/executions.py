@@ -42,17 +42,24 @@ class Executions:
         model: The model that `fit` is about to train. Create this object in a callback's
             `set_params`, because Keras builds the step before `on_train_begin`.
         steps: The number of batches per epoch; None if Keras does not know it.
+
+    Attributes:
+        batches_each: The number of batches of every execution; None if `begin` and `end` have to
+            count them. They need not be called otherwise: a step of a small model takes less than
+            a millisecond.
     """
 
     def __init__(self, model: keras.Model, steps: int | None) -> None:
         self._model = model
         self._counter: StepCounter | None = None
+        self.batches_each: int | None = model.steps_per_execution
         # With a `steps` that is not a multiple, Keras runs full executions if the data continues.
         is_sure = steps is not None and steps % model.steps_per_execution == 0
         # Under a parameter server strategy, workers read endless data.
         is_here = not is_scheduled(model.distribute_strategy)
         if is_here and not is_sure and model.steps_per_execution > 1:
             self._counter = StepInstrumentation.of(model).use_shared(StepCounter)
+            self.batches_each = None
         self._before = 0
 
     def begin(self) -> None:
@@ -62,10 +69,10 @@ class Executions:
 
     def end(self) -> int:
         """Returns the number of batches trained since `begin`. Call in `on_train_batch_end`."""
-        if self._counter is not None:
-            return self._counter.steps - self._before
-        trained: int = self._model.steps_per_execution
-        return trained
+        if self.batches_each is not None:
+            return self.batches_each
+        assert self._counter is not None
+        return self._counter.steps - self._before
 
     def disable_counting(self) -> None:
         """Cancels the counting. Call it if `set_params` was not called by `fit`."""

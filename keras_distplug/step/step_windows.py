@@ -93,6 +93,8 @@ class OwnWindows:
         self._traces = self._measurements.traces
         self._batch_start_s = 0.0
         self._is_in_graph = self._stopwatch.is_in_graph
+        self._steps_each: int = self._model.steps_per_execution
+        self._is_timed_later = self._is_in_graph and self._steps_each == 1
         self._step_start_s: float | None = None  # stays None for the first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
@@ -107,33 +109,39 @@ class OwnWindows:
     def begin_epoch(self) -> None:
         self._step_start_s = None
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> float:
+        """Returns the time by `time.perf_counter`."""
         if self._is_scheduled and self._before is None:
             self._before = int(self._model.optimizer.iterations.numpy())
-        now_s = time.perf_counter()
-        self._batch_start_s = now_s
+        self._batch_start_s = now_s = time.perf_counter()
         if self._step_start_s is None and not self._is_first:
             self._step_start_s = now_s
+        return now_s
 
-    def end_step(self) -> None:
-        """Call it after every batch."""
-        now_s = time.perf_counter()
+    def end_step(self) -> float:
+        """Call it after every batch. Returns the time by `time.perf_counter`."""
+        now_s, traces = time.perf_counter(), self._measurements.traces
         if self._step_start_s is not None:
             self._steps_s.append(now_s - self._step_start_s)
         if self._is_first:  # the first step does not count, nor do its waiting times
             self._waits = _Waits()
             self._measurements.collect()
             self._measurements.syncs.clear()
+            self._is_first = False
         elif not self._is_listening:
-            self._note_wait()
-        self._step_start_s, self._is_first, self._traces = now_s, False, self._measurements.traces
-        steps: int = self._model.steps_per_execution
-        self.seen += steps
-        self._step += steps
+            is_traced = traces != self._traces
+            if self._is_timed_later:
+                self._starts.append(math.nan if is_traced else self._batch_start_s)
+            elif not is_traced:
+                self._note_wait()
+        self._step_start_s, self._traces = now_s, traces
+        self.seen += self._steps_each
+        self._step += self._steps_each
         if self._is_in_graph:
-            self._in_graph += steps
+            self._in_graph += self._steps_each
             if self._in_graph >= _MOST_IN_GRAPH:
                 self._fetch_graph_times()
+        return now_s
 
     def end_window(self) -> StepReport | None:
         """Ends the window and returns its report; None if it contains at most the first step."""
@@ -148,12 +156,12 @@ class OwnWindows:
             self.where,
             self.updates,
             self.seen,
-            statistics.median(self._steps_s) / self._model.steps_per_execution,
+            statistics.median(self._steps_s) / self._steps_each,
             _make_replica_reports(laps, syncs),
             waits.mean_s,
             _memory_bytes(),
             input_total_s=waits.total_s,
-            sync_total_s=_sync_total_s(syncs, len(self._steps_s) * self._model.steps_per_execution),
+            sync_total_s=_sync_total_s(syncs, len(self._steps_s) * self._steps_each),
         )
         self._steps_s.clear()
         self.seen = 0
@@ -172,15 +180,9 @@ class OwnWindows:
     def _note_wait(self) -> None:
         """Notes the wait of a single process, which fetches data within the call of the step: the
         time until the first replica starts."""
-        is_traced = self._measurements.traces != self._traces
-        if self._is_in_graph and self._model.steps_per_execution == 1:
-            self._starts.append(math.nan if is_traced else self._batch_start_s)
-            return
-        if is_traced:
-            return
         laps = self._measurements.laps
         here = min(self._replicas_here, len(laps))
-        if self._model.steps_per_execution > 1 or not here:
+        if self._steps_each > 1 or not here:
             self._waits.is_known = False
             return
         start_s = min(laps[-place].start_s for place in range(1, here + 1))

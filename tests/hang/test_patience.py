@@ -9,9 +9,9 @@ def test_floors() -> None:
     """Before anything was measured, and after fast stages, the limits are generous."""
     patience = Patience({})
     patience.record_duration(Stage.STEP, 0.01)
-    assert patience.limit_s(Stage.FIRST_STEP) == 3600
-    assert patience.limit_s(Stage.STEP) == 300
-    assert patience.limit_s(Stage.BETWEEN) == 3600
+    assert patience.limits_s[Stage.FIRST_STEP] == 3600
+    assert patience.limits_s[Stage.STEP] == 300
+    assert patience.limits_s[Stage.BETWEEN] == 3600
 
 
 def test_five_times_the_longest() -> None:
@@ -19,8 +19,8 @@ def test_five_times_the_longest() -> None:
     patience = Patience({})
     patience.record_duration(Stage.STEP, 90)
     patience.record_duration(Stage.STEP, 70)
-    assert patience.limit_s(Stage.STEP) == 450
-    assert patience.limit_s(Stage.VALIDATION_STEP) == 300
+    assert patience.limits_s[Stage.STEP] == 450
+    assert patience.limits_s[Stage.VALIDATION_STEP] == 300
 
 
 def test_later_steps_may_be_traced_again() -> None:
@@ -28,12 +28,12 @@ def test_later_steps_may_be_traced_again() -> None:
     patience = Patience({})
     patience.record_duration(Stage.FIRST_STEP, 100)
     patience.record_duration(Stage.FIRST_VALIDATION_STEP, 200)
-    assert patience.limit_s(Stage.STEP) == 500
-    assert patience.limit_s(Stage.VALIDATION_STEP) == 1000
+    assert patience.limits_s[Stage.STEP] == 500
+    assert patience.limits_s[Stage.VALIDATION_STEP] == 1000
 
 
 def test_user_limits() -> None:
     """Limits set by the user apply."""
     patience = Patience({Stage.STEP: 7.0})
     patience.record_duration(Stage.FIRST_STEP, 100)
-    assert patience.limit_s(Stage.STEP) == 7
+    assert patience.limits_s[Stage.STEP] == 7

@@ -58,7 +58,7 @@ class Waits(keras.callbacks.Callback):
         self.backup = backup
 
     def on_train_batch_begin(self, batch, logs=None):
-        for saves in self.backup._all_saves():
+        for saves in self.backup._all_saves:
             saves.wait()
 
 

@@ -46,8 +46,8 @@ from keras_distplug.storage.stores.remote import RemoteFiles  # noqa: E402
 @pytest.fixture(autouse=True)
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs a window for every batch."""
-    monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 0.0)
-    monkeypatch.setattr("keras_distplug.runlog.run_log._SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.fit_log._LEAST_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.fit_log._SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +145,8 @@ def test_waits_for_data(tmp_path: Path) -> None:
 @pytest.fixture
 def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs one window per epoch."""
-    monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 1e9)
-    monkeypatch.setattr("keras_distplug.runlog.run_log._MOST_SECS", 1e9)
+    monkeypatch.setattr("keras_distplug.runlog.fit_log._LEAST_SECS", 1e9)
+    monkeypatch.setattr("keras_distplug.runlog.fit_log._MOST_SECS", 1e9)
 
 
 def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
@@ -589,9 +589,9 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks = [kd.RunLog(tmp_path), Waits()]
     with pytest.raises(small.Interrupted):
         fit(callbacks)
-    writes = callbacks[0]._writes
-    assert writes is not None
-    assert writes.beat() is None
+    fit_log = callbacks[0]._fit_log
+    assert fit_log is not None
+    assert fit_log.beat() is None
     [path] = beats.glob("*.jsonl")
     *_, last = [line for line in path.read_bytes().splitlines() if b'"event":"beat"' in line]
     entry = from_line(last)

@@ -27,8 +27,8 @@ EPOCHS = 3
 @pytest.fixture(autouse=True)
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Logs a window for every batch."""
-    monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 0.0)
-    monkeypatch.setattr("keras_distplug.runlog.run_log._SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.fit_log._LEAST_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.fit_log._SHARE", 0.0)
     yield
     for listener in reporting.listeners():
         reporting.listen_no_more(listener)

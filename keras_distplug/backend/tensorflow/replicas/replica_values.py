@@ -14,13 +14,13 @@ import tensorflow as tf
 from keras.src import backend
 
 from keras_distplug.backend.tensorflow.replicas import touched
-from keras_distplug.backend.tensorflow.runtime.embedding_tables import read_by_reference
 from keras_distplug.backend.tensorflow.runtime.models import (
     all_variables,
     compile_arguments,
     random_state_kept,
 )
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+from keras_distplug.backend.tensorflow.runtime.reading import read_by_reference
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 

@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from keras_distplug.backend.tensorflow.runtime.reading import read_all_by_reference
+
 _PART = re.compile(r"\.distplug-part-(\d+)")  # also in the paths of an optimizer's variables
 
 
@@ -53,7 +55,7 @@ class Table:
 
     def read(self) -> Rows:
         """Returns the current values, by reference."""
-        return Rows([read_by_reference(part.value) for part in self.parts])
+        return Rows(read_all_by_reference(part.value for part in self.parts))
 
     def assign(self, value: Any) -> None:
         value = np.asarray(value)
@@ -115,9 +117,19 @@ def get_parts(variable: keras.Variable | Table) -> list[keras.Variable]:
     return variable.parts if isinstance(variable, Table) else [variable]
 
 
-def get_value(variable: keras.Variable | Table) -> Any:
-    """Returns the current value by reference, as an object that `numpy.asarray` accepts."""
-    return variable.read() if isinstance(variable, Table) else read_by_reference(variable.value)
+def get_values(variables: Iterable[keras.Variable | Table]) -> list[Any]:
+    """Returns the current values by reference, as objects that `numpy.asarray` accepts."""
+    every = list(variables)
+    plain = iter(
+        read_all_by_reference(_native(each) for each in every if not isinstance(each, Table))
+    )
+    return [each.read() if isinstance(each, Table) else next(plain) for each in every]
+
+
+def _native(variable: keras.Variable) -> Any:
+    """Returns the TensorFlow variable, in a tenth of the time that `value` takes."""
+    native = variable._value
+    return variable.value if native is None else native
 
 
 def set_value(variable: keras.Variable | Table, value: Any) -> None:
@@ -128,11 +140,3 @@ def set_value(variable: keras.Variable | Table, value: Any) -> None:
         tf.raw_ops.AssignVariableOp(resource=native.handle, value=value, validate_shape=True)
     else:
         variable.assign(value)
-
-
-def read_by_reference(native: Any) -> Any:
-    """Returns the value of a TensorFlow variable without copying it, in a third of the time that
-    `read_value` takes: models may have thousands of variables."""
-    if type(native) is ResourceVariable:
-        return tf.raw_ops.ReadVariableOp(resource=native.handle, dtype=native.dtype)
-    return native.read_value()
