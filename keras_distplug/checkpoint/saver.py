@@ -49,7 +49,7 @@ class Saver:
     def __init__(self, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
-        self.is_idle = True  # False until `finished` has returned the newest save
+        self.is_idle = True  # False while a save runs, or has a result not yet returned
         self.step = 0  # of the newest save
         self._started_s = self._reported_s = 0.0
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()

@@ -166,7 +166,6 @@ class HangWatchdog(Watchdog):
         self._inquiry = self._make_inquiry()
         self._undo.append(self._inquiry.close)
         self._exits = self.exit or (self.exit is None and not is_interactive())
-        self._may_be_debugged = may_be_debugged()
         self._sentinel = None
         if self._exits:
             self._sentinel = Sentinel(self._role.name, self._patience.limits_s[Stage.FIRST_STEP])
@@ -240,7 +239,7 @@ class HangWatchdog(Watchdog):
         before, now_s = self._progress, time.monotonic()
         if (took_s := now_s - before.at_s) > SHORT_S:
             self._patience.record_duration(before.stage, took_s)
-        # `_Progress()` is a function in Python, which calls this.
+        # Calling `_Progress` runs a Python function that does just this, and takes longer.
         self._progress = tuple.__new__(
             _Progress, (before.number + 1, stage, doing, batch, self._epoch, now_s)
         )
@@ -282,7 +281,6 @@ class HangWatchdog(Watchdog):
             # A longer wait than requested means that the process was suspended: cap it.
             passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
             limit_s = self._patience.limits_s[progress.stage]
-            self._may_be_debugged = may_be_debugged()
             self._update_sentinel(limit_s)
             stalled_at, stalled_s = self._stall
             if progress is not stalled_at:
@@ -347,7 +345,7 @@ class HangWatchdog(Watchdog):
 
     def _update_sentinel(self, limit_s: float) -> None:
         if self._sentinel is not None:
-            self._sentinel.say(math.inf if self._may_be_debugged else limit_s)
+            self._sentinel.say(math.inf if may_be_debugged() else limit_s)
 
     def _end_sentinel(self) -> None:
         if self._sentinel is not None:

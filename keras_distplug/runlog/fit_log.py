@@ -64,10 +64,11 @@ class FitLog:
         self._doing = Category.START_UP
         self._ledger = Ledger(begun_s, self._doing)
         self._loss: Any = None  # of the last step, as in its logs
+        self._last_step_s = unsuspended_s()
         # By `time.perf_counter`, as in `windows`.
-        self._step_begun_s = self._step_ended_s = time.perf_counter()
+        self._step_begun_s = time.perf_counter()
         self._in_steps_s = 0.0  # not yet in the ledger
-        self._window_ends_s = self._step_ended_s + _LEAST_SECS
+        self._window_ends_s = self._step_begun_s + _LEAST_SECS
         reporting.listen(self)
 
     def open(
@@ -129,13 +130,14 @@ class FitLog:
         self._doing = Category.STEP  # the ledger gets the time later
 
     def end_step(self, batches: int, loss: Any) -> None:
-        self._step_ended_s = now_s = self.windows.end_step()
-        if self._is_first:
-            self._is_first = False
-            self.switch(Category.OTHER)
-        else:
+        now_s = self.windows.end_step()
+        if self._doing is Category.STEP:
             self._doing = Category.OTHER
             self._in_steps_s += now_s - self._step_begun_s
+        else:  # the first step, or one in which the model was evaluated
+            self._is_first = False
+            self.switch(Category.OTHER)
+        self._last_step_s = unsuspended_s()
         self._loss = loss
         self.step += batches
         self._steps += batches
@@ -156,6 +158,8 @@ class FitLog:
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
         numbers = json_values.numbers(logs or {})
+        if self._doing is Category.STEP:  # the data had ended when this step began
+            self.switch(Category.OTHER)
         self.end_window()
         reporting.report(events.EpochEnded(epoch, self.step, numbers))
 
@@ -214,7 +218,7 @@ class FitLog:
         is_there = self._fit is not None and self._fit.is_above(trains)
         if not is_there:
             return None
-        idle_s = round(time.perf_counter() - self._step_ended_s, 3)
+        idle_s = round(unsuspended_s() - self._last_step_s, 3)
         return self._line(self._now(), events.Beat(self.step, str(self._doing), idle_s))
 
     def _line(self, at: float, event: Event) -> bytes:
@@ -229,7 +233,9 @@ def _window(
     report: StepReport | None,
     loss: float | None,
 ) -> Window:
-    spent = {str(category): round(each_s, 6) for category, each_s in secs.items() if each_s}
+    rounded = {str(category): round(each_s, 6) for category, each_s in secs.items()}
+    # Two clocks are read one after the other, so "other" may be less than nothing by microseconds.
+    spent = {category: each_s for category, each_s in rounded.items() if each_s > 0}
     if report is None:
         return Window(step, steps, epoch, spent, loss=loss)
     return Window(

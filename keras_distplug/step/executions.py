@@ -42,25 +42,29 @@ class Executions:
         model: The model that `fit` is about to train. Create this object in a callback's
             `set_params`, because Keras builds the step before `on_train_begin`.
         steps: The number of batches per epoch; None if Keras does not know it.
-
-    Attributes:
-        batches_each: The number of batches of every execution; None if `begin` and `end` have to
-            count them. They need not be called otherwise: a step of a small model takes less than
-            a millisecond.
     """
 
     def __init__(self, model: keras.Model, steps: int | None) -> None:
         self._model = model
         self._counter: StepCounter | None = None
-        self.batches_each: int | None = model.steps_per_execution
         # With a `steps` that is not a multiple, Keras runs full executions if the data continues.
         is_sure = steps is not None and steps % model.steps_per_execution == 0
         # Under a parameter server strategy, workers read endless data.
         is_here = not is_scheduled(model.distribute_strategy)
         if is_here and not is_sure and model.steps_per_execution > 1:
             self._counter = StepInstrumentation.of(model).use_shared(StepCounter)
-            self.batches_each = None
         self._before = 0
+
+    @property
+    def batches_each(self) -> int | None:
+        """The number of batches of an execution; None if `begin` and `end` have to count them.
+
+        Otherwise, hooks need not call these, which would take a noticeable part of a short step.
+        """
+        if self._counter is not None:
+            return None
+        number: int = self._model.steps_per_execution  # a callback may compile the model again
+        return number
 
     def begin(self) -> None:
         """Call it from `on_train_batch_begin`."""
@@ -69,10 +73,10 @@ class Executions:
 
     def end(self) -> int:
         """Returns the number of batches trained since `begin`. Call in `on_train_batch_end`."""
-        if self.batches_each is not None:
-            return self.batches_each
-        assert self._counter is not None
-        return self._counter.steps - self._before
+        if self._counter is not None:
+            return self._counter.steps - self._before
+        trained: int = self._model.steps_per_execution
+        return trained
 
     def disable_counting(self) -> None:
         """Cancels the counting. Call it if `set_params` was not called by `fit`."""

@@ -15,7 +15,7 @@ from keras_distplug.backend.tensorflow.replicas.touched import Touched
 from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.patching import override
-from keras_distplug.backend.tensorflow.runtime.workers import has_several_replicas, is_scheduled
+from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 from keras_distplug.backend.tensorflow.trainer import adapt
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.step.replica_step import ReplicaStep, tracing
@@ -225,8 +225,7 @@ class StepInstrumentation(gates.Gate):
         model = self.model
         if any(each.decides for each in (*self._requested, *self._installed)):
             gates.never_record_assignments(models.list_seeds(model))
-            if has_several_replicas(model.distribute_strategy):
-                gates.record_assignments([*model.non_trainable_variables, *model.metrics_variables])
+            gates.record_assignments([*model.non_trainable_variables, *model.metrics_variables])
         for optimizer in models.list_optimizers(model).values():
             optimizers.add_gate(optimizer)
             gates.set_gate(optimizer, self)

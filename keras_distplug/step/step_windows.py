@@ -93,8 +93,6 @@ class OwnWindows:
         self._traces = self._measurements.traces
         self._batch_start_s = 0.0
         self._is_in_graph = self._stopwatch.is_in_graph
-        self._steps_each: int = self._model.steps_per_execution
-        self._is_timed_later = self._is_in_graph and self._steps_each == 1
         self._step_start_s: float | None = None  # stays None for the first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
@@ -121,6 +119,7 @@ class OwnWindows:
     def end_step(self) -> float:
         """Call it after every batch. Returns the time by `time.perf_counter`."""
         now_s, traces = time.perf_counter(), self._measurements.traces
+        steps: int = self._model.steps_per_execution
         if self._step_start_s is not None:
             self._steps_s.append(now_s - self._step_start_s)
         if self._is_first:  # the first step does not count, nor do its waiting times
@@ -130,15 +129,15 @@ class OwnWindows:
             self._is_first = False
         elif not self._is_listening:
             is_traced = traces != self._traces
-            if self._is_timed_later:
+            if self._is_in_graph and steps == 1:
                 self._starts.append(math.nan if is_traced else self._batch_start_s)
             elif not is_traced:
                 self._note_wait()
         self._step_start_s, self._traces = now_s, traces
-        self.seen += self._steps_each
-        self._step += self._steps_each
+        self.seen += steps
+        self._step += steps
         if self._is_in_graph:
-            self._in_graph += self._steps_each
+            self._in_graph += steps
             if self._in_graph >= _MOST_IN_GRAPH:
                 self._fetch_graph_times()
         return now_s
@@ -156,12 +155,12 @@ class OwnWindows:
             self.where,
             self.updates,
             self.seen,
-            statistics.median(self._steps_s) / self._steps_each,
+            statistics.median(self._steps_s) / self._model.steps_per_execution,
             _make_replica_reports(laps, syncs),
             waits.mean_s,
             _memory_bytes(),
             input_total_s=waits.total_s,
-            sync_total_s=_sync_total_s(syncs, len(self._steps_s) * self._steps_each),
+            sync_total_s=_sync_total_s(syncs, len(self._steps_s) * self._model.steps_per_execution),
         )
         self._steps_s.clear()
         self.seen = 0
@@ -182,7 +181,7 @@ class OwnWindows:
         time until the first replica starts."""
         laps = self._measurements.laps
         here = min(self._replicas_here, len(laps))
-        if self._steps_each > 1 or not here:
+        if self._model.steps_per_execution > 1 or not here:
             self._waits.is_known = False
             return
         start_s = min(laps[-place].start_s for place in range(1, here + 1))

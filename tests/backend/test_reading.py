@@ -71,10 +71,13 @@ def test_later_updates(name: str) -> None:
 
 
 def test_other_variables() -> None:
-    """Within a function, and under a strategy, every variable is read by itself."""
+    """A function reads variables in every call; under a strategy, they have their values, too."""
     here = [tf.Variable(1.0), tf.Variable(2.0)]
-    read = tf.function(lambda: reading.read_all_by_reference(here))()
-    assert [float(each) for each in read] == [1, 2]
+    read = tf.function(lambda: reading.read_all_by_reference(here))
+    assert [float(each) for each in read()] == [1, 2]
+    here[0].assign(5.0)
+    assert [float(each) for each in read()] == [5, 2]
+    here[0].assign(1.0)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         mirrored = tf.Variable(3.0)

@@ -228,13 +228,13 @@ _recording: Current[Assigned] = Current()
 def recorded_assignments() -> Iterator[Assigned]:
     """Records assignments to variables, except those of optimizers to the variables they train."""
     assigned = Assigned()
-    every = _recorded_variables() if current_share() is None else nullcontext()
-    with _recording.at(assigned), every:
+    new_ones = _recorded_new_variables() if current_share() is None else nullcontext()
+    with _recording.at(assigned), new_ones:
         yield assigned
 
 
 def record_assignments(variables: Sequence[keras.Variable]) -> None:
-    """Enables the recording of assignments to `variables` in a step of several replicas."""
+    """Enables the recording of assignments to `variables`."""
     for variable in variables:
         if attached(variable, _IsRecorded) is None:
             attach(variable, _IsRecorded(True))
@@ -261,9 +261,9 @@ def _recording_assign(
 
 
 @contextmanager
-def _recorded_variables() -> Iterator[None]:
-    """Records assignments to all variables: on a single device, Keras creates those of metrics and
-    of unbuilt layers in the first step. The threads of several replicas share the class."""
+def _recorded_new_variables() -> Iterator[None]:
+    """Records assignments to new variables: on a single device, Keras creates those of metrics and
+    of unbuilt layers in the first step."""
     stock = backend.Variable._direct_assign
 
     def _direct_assign(variable: keras.Variable, value: Any) -> None:

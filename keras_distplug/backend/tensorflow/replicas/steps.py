@@ -185,14 +185,16 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
     return on_batch
 
 
-def _counted_alone(step: OnData) -> OnData:
+def counted_alone(step: OnData) -> OnData:
     """Returns `step`, with its own count of traces.
 
     TensorFlow counts the traces of a code object, which the functions of all models share. It would
     warn of retracing once a process trains a few models, although it traces each model once.
     """
-    counted: OnData = functools.partial(step)
-    return counted
+    counted: Any = functools.partial(step)
+    counted.__name__ = getattr(step, "__name__", "step")  # for profiles and messages
+    made: OnData = counted
+    return made
 
 
 def _traced_once(step: OnData) -> OnData:
@@ -202,7 +204,7 @@ def _traced_once(step: OnData) -> OnData:
     meets a second size. The results differ in their last bits, and a resumed training starts with a
     different batch.
     """
-    function = tf.function(_counted_alone(step), reduce_retracing=True)
+    function = tf.function(counted_alone(step), reduce_retracing=True)
     traced: set[Any] = set()
 
     def on_batch(batch: Any) -> Any:
@@ -314,7 +316,7 @@ def _make_worker_sums(strategy: tf.distribute.Strategy) -> Sums:
 
     # Sums of squares are exact for numbers up to _MOST_STEPS_AHEAD.
     signature = [tf.TensorSpec([3], tf.float64)]
-    function = tf.function(_counted_alone(summed), input_signature=signature)
+    function = tf.function(counted_alone(summed), input_signature=signature)
 
     def sums(*numbers: int) -> tuple[Any, int, int]:
         total, there, same = function(tf.constant(numbers, tf.float64))
@@ -341,7 +343,7 @@ def _fused_step(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData
         # 2.21 computes in its memory, which for a generator is the memory of the user's arrays.
         return _compute_if(done, lambda: step((batch, None))), batch, done
 
-    function = tf.function(_counted_alone(next_step), reduce_retracing=True)
+    function = tf.function(counted_alone(next_step), reduce_retracing=True)
 
     def on_next(iterator: Any) -> Any:
         found, batch, done = function(iterator)
