@@ -200,6 +200,8 @@ def normalised(text: str) -> dict[str, list[str]]:
     else, because processes print concurrently."""
     streams: dict[str, list[str]] = {}
     for line in text.splitlines():
+        if " straggler: " in line:  # on a busy machine, one worker may really be slower
+            continue
         prefix = re.match(r"\[[\w-]+\] |", line)
         assert prefix is not None
         streams.setdefault(prefix[0], []).append(placeholders(line))

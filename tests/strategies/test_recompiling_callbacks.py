@@ -250,3 +250,21 @@ def test_nan_watchdog(tmp_path: Path) -> None:
         callbacks=[At("begin", 1, compiled(optimizer="adam")), watchdog, backup(tmp_path)],
     )
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+@pytest.mark.parametrize(("first", "later"), [(2, 1), (4, 2)])
+def test_other_steps_per_execution(first: int, later: int, tmp_path: Path) -> None:
+    """A callback may compile the model with another number of steps per execution."""
+
+    def fit(*callbacks: keras.callbacks.Callback) -> Any:
+        model = small.model()
+        model.compile("sgd", "mse", steps_per_execution=first)
+        change = At("begin", 1, compiled(steps_per_execution=later))
+        x, y = np.tile(small.X, [2, 1])[:56], np.tile(small.Y, [2, 1])[:56]
+        model.fit(x, y, batch_size=7, epochs=3, verbose=0, callbacks=[change, *callbacks])
+        return small.state(model)
+
+    plain = fit()
+    with pytest.raises(small.Interrupted):
+        fit(small.Stop(1, 3), backup(tmp_path))
+    assert fit(backup(tmp_path)) == plain
