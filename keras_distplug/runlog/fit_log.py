@@ -158,7 +158,7 @@ class FitLog:
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
         numbers = json_values.numbers(logs or {})
-        if self._doing is Category.STEP:  # the data had ended when this step began
+        if self._doing is Category.STEP:  # the data had ended when this step started
             self.switch(Category.OTHER)
         self.end_window()
         reporting.report(events.EpochEnded(epoch, self.step, numbers))
