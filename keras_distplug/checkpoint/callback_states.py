@@ -55,7 +55,8 @@ class CallbackStates:
             for name, callback in self._callbacks.items()
             if not (_has_state_methods(callback) or _is_ours(callback))
         }
-        self._changes = CallbackChanges(watched, model, is_alone=is_alone)
+        others = [each for name, each in self._callbacks.items() if name not in watched]
+        self._changes = CallbackChanges(watched, model, others=others, is_alone=is_alone)
         self._traced_values = TracedValues(self._changes, Touched.of(model), Retraces.of(model))
 
     def _check(self, name: str, state: Any) -> None:

@@ -39,6 +39,7 @@ class CallbackChanges:
     Args:
         callbacks: Callbacks by name, after their `on_train_begin`.
         model: The model in training, whose variables do not belong to a callback.
+        others: Callbacks that save their own state; references to them are not followed.
         is_alone: True if no other worker has a copy of the model's Python attributes.
     """
 
@@ -47,9 +48,11 @@ class CallbackChanges:
         callbacks: Mapping[str, keras.callbacks.Callback],
         model: keras.Model,
         *,
+        others: Sequence[keras.callbacks.Callback] = (),
         is_alone: bool = True,
     ) -> None:
         self._is_alone = is_alone
+        self._others = others
         self._callbacks = callbacks
         self._model = model
         self._lost: dict[str, None] = {}
@@ -68,7 +71,7 @@ class CallbackChanges:
         }
 
     def _walk(self, name: str, at_start: Owners) -> Walked:
-        callbacks = list(self._callbacks.values())
+        callbacks = [*self._callbacks.values(), *self._others]
         if name == _MODEL:
             return walk.from_model(
                 self._model, callbacks, at_start, includes_own_code=self._is_alone

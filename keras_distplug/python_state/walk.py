@@ -281,7 +281,7 @@ class _Walk:
                 yield from self.from_object(value, path, is_global=is_global)
         elif _has_objects(value):
             if self._is_new(value):
-                yield from self._entries(value, path, is_global)
+                yield from self._entries(place, is_hidden)
         elif not is_hidden:
             yield place
 
@@ -313,24 +313,31 @@ class _Walk:
             if not is_special and not isinstance(value, types.MemberDescriptorType):
                 yield from self._parts(path, {name: value}, put)
 
-    def _entries(self, value: Any, path: Path, is_global: bool) -> Iterator[Place]:
+    def _entries(self, place: Place, is_hidden: bool) -> Iterator[Place]:
+        value = place.value
+
         def put(name: str) -> Callable[[Any], None]:
             return functools.partial(operator.setitem, value, json.loads(name))
 
-        self.owners.puts[path] = put
+        self.owners.puts[place.path] = put
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         parts = {json.dumps(k): each for k, each in list(entries) if type(k) in (str, int)}
-        yield from self._parts(path, parts, put, is_global)
+        yield from self._parts(
+            place.path, parts, put, is_global=place.is_global, is_hidden=is_hidden
+        )
 
     def _parts(
         self,
         path: Path,
         parts: Mapping[str, Any],
         put: Put = lambda name: _refuse,
+        *,
         is_global: bool = False,
+        is_hidden: bool = False,
     ) -> Iterator[Place]:
         for name, part in parts.items():
-            yield from self.from_value(Place((*path, name), part, put(name), is_global))
+            place = Place((*path, name), part, put(name), is_global)
+            yield from self.from_value(place, is_hidden=is_hidden)
 
     def from_function(self, value: Any, path: Path) -> Iterator[Place]:
         if isinstance(value, types.MethodType):

@@ -843,15 +843,27 @@ class OwnBackup(kd.BackupAndRestore):
         super().on_train_batch_end(batch, logs)
 
 
-def test_subclass_of_ours(tmp_path: Path) -> None:
-    def own() -> OwnBackup:
-        return OwnBackup(tmp_path / "runs", save_freq=1, on_busy="wait", delete_checkpoint=False)
+class OwnWatchdog(kd.NaNWatchdog):
+    pass
+
+
+class OwnLog(kd.RunLog):
+    pass
+
+
+def test_subclass_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs = tmp_path / "runs"
+
+    def own() -> list[Callback]:
+        backup = OwnBackup(runs, save_freq=1, on_busy="wait", delete_checkpoint=False)
+        return [backup, OwnWatchdog(), OwnLog(runs)]
 
     with pytest.raises(small.Interrupted):
-        fit(lambda f: [own()], tmp_path, small.Stop(1, 1))
+        fit(lambda f: own(), tmp_path, small.Stop(1, 1))
     resumed = own()
-    fit(lambda f: [resumed], tmp_path)
-    assert resumed.batches == EPOCHS * small.BATCHES
+    fit(lambda f: resumed, tmp_path)
+    assert resumed[0].batches == EPOCHS * small.BATCHES
+    assert not [each for each in caplog.messages if "could not be saved" in each]
 
 
 class Nothing(Callback):
