@@ -1,11 +1,15 @@
 # What the other scripts have in common; they source it.
 
-lowest_stage() { # an environment: one TensorFlow case for every promise, what upstream still does wrong, real workers
+lowest_stage() { # an environment: one TensorFlow case for every promise, real workers
     "$1/bin/python" -m pytest -n 2 -q --disable-warnings -m tf || return 1
     "$1/bin/python" -m pytest -n 2 -q --disable-warnings --stage all -m cluster \
-        -k "upstream or in_epoch or forked or lowest and 2_mirrored" \
+        -k "in_epoch or forked or lowest and 2_mirrored" \
         --deselect "tests/scenarios/test_forked_workers.py::test_forked_after_a_kill[1]" \
-        tests/backend tests/contracts tests/scenarios/test_killed_workers.py tests/scenarios/test_forked_workers.py
+        tests/contracts tests/scenarios/test_killed_workers.py tests/scenarios/test_forked_workers.py
+}
+
+upstream_tests() { # an environment: what upstream still does wrong
+    "$1/bin/python" -m pytest -n 2 -q --disable-warnings --stage all -k upstream tests/backend
 }
 
 find_python() { # a version; prints the path of an interpreter that runs
