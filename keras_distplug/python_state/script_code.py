@@ -9,7 +9,6 @@ import functools
 import inspect
 import site
 import sys
-import sysconfig
 import types
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,12 +16,9 @@ from typing import Any
 
 import keras
 
-_INSTALLED = tuple(
-    {
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        *(site.getusersitepackages(), *site.getsitepackages()),
-    }
-)
+from keras_distplug.backend.tensorflow.runtime import frames
+
+_INSTALLED = (*frames.NOT_THE_USERS, site.getusersitepackages(), *site.getsitepackages())
 _LIBRARIES = frozenset({"keras", "keras_distplug"})
 OF_EVERY_CALLBACK = frozenset(vars(keras.callbacks.Callback()))
 _CLOCKS = frozenset(
