@@ -2,11 +2,11 @@
 
     python benchmarks/many_variables.py [--rounds 5] [--variables 20000] [--json FILE]
 
-The model is a Dense layer after one that has many small weights, which are frozen and unused, as
-in a model that is mostly lookup tables or adapters. Bare `fit`s and those with `defaults()` train
-new models in turns, in one process. The first step is the time from the call of `fit` to the end of
-the first batch. A save is the time that the training thread spends in `BackupAndRestore`, for the
-first save and for later ones; a restore reads the newest checkpoint. Not verified on GPU.
+The model is a Dense layer after one that has many small weights, all of them frozen and unused. New
+models train without callbacks and with `defaults()`, in turns, in one process. The first step is
+the time from the call of `fit` to the end of the first batch; garbage is collected before it. A
+save is the time that the training thread spends at the end of an epoch in `BackupAndRestore`; a
+restore reads the newest checkpoint. Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 def first_step_s(count: int, callbacks: list[keras.callbacks.Callback]) -> float:
     model, first = new_model(count), FirstStep()
     gc.collect()  # the garbage of building the model is not that of its first step
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     model.fit(*data(), batch_size=32, verbose=0, callbacks=[*callbacks, first])
     assert first.end_s is not None
-    return first.end_s - begun_s
+    return first.end_s - start_s
 
 
 class Timed(kd.BackupAndRestore):
@@ -97,9 +97,9 @@ class Timed(kd.BackupAndRestore):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         saver.wait_for_all()  # so that nothing else is written
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         super().on_epoch_end(epoch, logs)
-        self.saves_s.append(time.perf_counter() - begun_s)
+        self.saves_s.append(time.perf_counter() - start_s)
 
 
 def saves_and_restore(count: int, folder: Path) -> dict[str, list[float]]:
@@ -112,9 +112,9 @@ def saves_and_restore(count: int, folder: Path) -> dict[str, list[float]]:
     other.history.on_train_begin()
     restoring.set_model(other)
     restoring.set_params({"epochs": 100, "steps": 2})
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     restoring.on_train_begin()
-    restore_s = time.perf_counter() - begun_s
+    restore_s = time.perf_counter() - start_s
     for one, another in zip(model.weights, other.weights, strict=True):
         assert np.array_equal(one.numpy(), another.numpy()), one.path
     return {

@@ -39,7 +39,8 @@ class CallbackChanges:
     Args:
         callbacks: Callbacks by name, after their `on_train_begin`.
         model: The model in training, whose variables do not belong to a callback.
-        others: Callbacks that save their own state; references to them are not followed.
+        others: Callbacks that save their own state; references from `callbacks` to them are not
+            followed.
         is_alone: True if no other worker has a copy of the model's Python attributes.
     """
 
@@ -71,13 +72,13 @@ class CallbackChanges:
         }
 
     def _walk(self, name: str, at_start: Owners) -> Walked:
-        callbacks = [*self._callbacks.values(), *self._others]
+        callbacks = list(self._callbacks.values())
         if name == _MODEL:
             return walk.from_model(
                 self._model, callbacks, at_start, includes_own_code=self._is_alone
             )
         callback = self._callbacks[name]
-        others = [each for each in callbacks if each is not callback]
+        others = [each for each in (*callbacks, *self._others) if each is not callback]
         return walk.from_callback(callback, [self._model, *others], at_start)
 
     def _policy(self, name: str) -> Policy:
