@@ -235,9 +235,9 @@ class Host:
         """Returns the first result of `measure` with little steal, or the one with the least."""
         tries: list[tuple[float, T]] = []
         while len(tries) < TRIES and (not tries or tries[-1][0] > STEAL):
-            begin_s, taken_s = time.perf_counter(), self._taken_s()
+            start_s, taken_s = time.perf_counter(), self._taken_s()
             found = measure()
-            passed_s = (time.perf_counter() - begin_s) * (os.cpu_count() or 1)
+            passed_s = (time.perf_counter() - start_s) * (os.cpu_count() or 1)
             tries.append(((self._taken_s() - taken_s) / passed_s, found))
         share, found = min(tries, key=itemgetter(0))
         self.steal.append(share)
@@ -348,9 +348,9 @@ def measure_fit(host: Host, rounds: int, folder: Path) -> dict[str, dict[str, An
         here = folder / uuid.uuid4().hex
         made = make(here)
         have_memory_lent(5 * 100 * MB)
-        begin_s = time.process_time()
+        start_s = time.process_time()
         took = seconds(lambda: model.fit(data, callbacks=made, verbose=0))
-        worked_s = time.process_time() - begin_s
+        worked_s = time.process_time() - start_s
         shutil.rmtree(here, ignore_errors=True)
         return took, worked_s
 

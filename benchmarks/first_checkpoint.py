@@ -39,7 +39,7 @@ class Sleep(keras.callbacks.Callback):
         self.saves = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._begun_s = time.monotonic()
+        self._start_s = time.monotonic()
         self._steps = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -48,7 +48,7 @@ class Sleep(keras.callbacks.Callback):
             self._third_s = time.monotonic()
         time.sleep(self._step_s)
         if self.first_s is None and any(self._folder.glob(MANIFESTS)):
-            self.first_s = time.monotonic() - self._begun_s
+            self.first_s = time.monotonic() - self._start_s
 
     def on_train_end(self, logs: Any = None) -> None:
         self.took_s = time.monotonic() - self._third_s

@@ -104,7 +104,7 @@ def fit(given: dict[str, Any], last: int, callbacks: list[Any]) -> dict[str, flo
 
     first: dict[str, float] = {}
     trained = model()  # also starts TensorFlow
-    begin_s = time.perf_counter()
+    start_s = time.perf_counter()
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc]
         def state_dict(self) -> dict[str, Any]:
@@ -115,9 +115,9 @@ def fit(given: dict[str, Any], last: int, callbacks: list[Any]) -> dict[str, flo
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if not first:
-                first.update(batch=batch, first_s=time.perf_counter() - begin_s)
+                first.update(batch=batch, first_s=time.perf_counter() - start_s)
             if batch == last:
-                steps_s = time.perf_counter() - begin_s - first["first_s"]
+                steps_s = time.perf_counter() - start_s - first["first_s"]
                 first["step_s"] = steps_s / max(1, batch - first["batch"])
                 raise Interrupted
 
@@ -146,11 +146,11 @@ def read_s(kind: str, given: dict[str, Any]) -> float:
     data = given["x"]
     if kind == "arrays":
         return 0.0
-    begin_s = time.perf_counter()
+    start_s = time.perf_counter()
     batches = (data[n] for n in range(BATCHES)) if kind == "PyDataset" else iter(data)
     for _ in range(RESUMED_AT):
         next(batches)
-    return time.perf_counter() - begin_s
+    return time.perf_counter() - start_s
 
 
 def resumed(kind: str, directory: str) -> dict[str, float]:

@@ -68,10 +68,10 @@ def main() -> None:
         log = Path(folder) / "run-0001" / "log"
         log.mkdir(parents=True)
         for rank in range(workers):
-            began = events.Began(
+            started = events.Began(
                 "a", rank, workers, workers * replicas, "host", 1, "Strategy", 1, 0
             )
-            lines = [to_line(Entry(0.0, f"worker-{rank}", began))]
+            lines = [to_line(Entry(0.0, f"worker-{rank}", started))]
             lines += [
                 line(rank, replicas, at, at - before, parsed.step_secs)
                 for before, at in zip([0.0, *ends], ends, strict=False)
@@ -90,9 +90,9 @@ def main() -> None:
                         at = ends[-1] + 20 * (number + 1)
                         with open(log / f"{rank}.jsonl", "ab") as file:
                             file.write(line(rank, replicas, at, 20.0, parsed.step_secs))
-                begun_s = time.perf_counter()
+                start_s = time.perf_counter()
                 text = answer([watched.headline(ends[-1])]).text + watched.details(ends[-1]).text
-                secs.append(time.perf_counter() - begun_s)
+                secs.append(time.perf_counter() - start_s)
     found: dict[str, Any] = {
         "lines_a_worker": len(ends),
         "log_bytes": size,

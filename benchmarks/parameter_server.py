@@ -105,7 +105,7 @@ def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any
     running = Watched(command, environment(), folder)
     killed = 0
     try:
-        running.await_((folder / "begun").exists, LIMIT_S)
+        running.await_((folder / "started").exists, LIMIT_S)
         while not (folder / "found.json").exists():
             time.sleep(given.every)
             worker = random.randrange(WORKERS)

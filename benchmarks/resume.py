@@ -96,7 +96,7 @@ def measure_seek(rounds: int, batch: int) -> dict[str, dict[str, Any]]:
         names = list(makes)
         for name in names if number % 2 else reversed(names):
             found = {
-                "begin_s": first_batch_s(makes[name], 0),
+                "start_s": first_batch_s(makes[name], 0),
                 "seek_s": first_batch_s(makes[name], batch),
             }
             if number == 0:
@@ -122,9 +122,9 @@ def measure_step(rounds: int) -> dict[str, dict[str, Any]]:
     for number in range(-1, rounds):
         names = list(subjects)
         for name in names if number % 2 else reversed(names):
-            begin_s, worked_s = time.perf_counter(), time.process_time()
+            start_s, worked_s = time.perf_counter(), time.process_time()
             batches = sum(1 for _ in subjects[name])
-            found = (time.perf_counter() - begin_s, time.process_time() - worked_s)
+            found = (time.perf_counter() - start_s, time.process_time() - worked_s)
             taken[name] += [tuple(each / batches for each in found)] if number >= 0 else []
     return {
         name: {

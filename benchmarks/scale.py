@@ -51,11 +51,11 @@ def main() -> None:
     costs = replace(Costs(), message_s=given.message_us / 1e6)
     found: list[Cost] = []
     for count in given.workers:
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         for each in all_costs(count, costs):
             found.append(each)
             print(each, file=sys.stderr, flush=True)
-        print(f"{count} workers: simulated in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+        print(f"{count} workers: simulated in {time.monotonic() - start_s:.0f} s", file=sys.stderr)
     manifests = {count: manifest_parts(count) for count in given.workers}
     numbers = {
         "service": asdict(costs),

@@ -86,13 +86,13 @@ def fit_s(build: Callable[[], keras.Model], callbacks: Callbacks, steps: int, ep
     y = draw.integers(0, 10, BATCH * steps)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         model.fit(
             x, y, batch_size=BATCH, epochs=epochs, verbose=0,
             callbacks=[*callbacks(Path(folder)), clock],
         )  # fmt: skip
-        clock.whole_s = time.perf_counter() - begun_s
-    clock.first_s = clock.ends_s[0] - begun_s
+        clock.whole_s = time.perf_counter() - start_s
+    clock.first_s = clock.ends_s[0] - start_s
     return clock
 
 

@@ -66,9 +66,9 @@ def fitted(slow: int | None) -> tuple[list[Straggler], float]:
         model.compile("adam", "mse")
     x = np.random.default_rng(0).normal(size=(BATCH * WINDOW * WINDOWS, 64)).astype("float32")
     watchdog = kd.StragglerWatchdog(WINDOW, on_straggler=found.append)
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[watchdog])
-    return found, (time.perf_counter() - begun_s) / (WINDOW * WINDOWS)
+    return found, (time.perf_counter() - start_s) / (WINDOW * WINDOWS)
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ def demonstrate(folder: Path, workers: int) -> int:
     from rich.table import Table
 
     console = Console()
-    began = time.time()
+    start_s = time.time()
     for name, kill in (("undisturbed", False), ("killed", True)):
         console.rule(f"[bold]{workers} workers, {name}")
         directory = folder / name
@@ -137,7 +137,7 @@ def demonstrate(folder: Path, workers: int) -> int:
         return 1
     console.print(
         f"[green]Worker 1 was killed in epoch {KILL_AT_EPOCH + 1}, and the result is the same, bit "
-        f"for bit.[/] {time.time() - began:.0f} s in total. The runs are in {folder}."
+        f"for bit.[/] {time.time() - start_s:.0f} s in total. The runs are in {folder}."
     )
     return 0
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from support.stages import ALL_STAGES, NIGHTLY, PROMISES, STAGES
+from support.stages import ALL_STAGES, NIGHTLY, PROMISES, QUICK, STAGES
 
 TESTS = Path(__file__).parent
 
@@ -31,14 +31,21 @@ def test_tests_of_a_promise(promise: Mapping[str, object], stages: Mapping[str, 
     _skip_if(missing)
 
 
-def test_nightly_tests_exist(stages: Mapping[str, str]) -> None:
-    """Tests listed as nightly exist, and do not run by default."""
-    missing = _not_collected(NIGHTLY, stages)
-    for name in NIGHTLY:
+@pytest.mark.parametrize(
+    ("names", "allowed"),
+    [(QUICK, {"default"}), (NIGHTLY, {"nightly", "soak"})],
+    ids=["quick", "nightly"],
+)
+def test_listed_tests(
+    names: Collection[str], allowed: Collection[str], stages: Mapping[str, str]
+) -> None:
+    """Tests listed as quick or nightly exist, and run in these stages only."""
+    missing = _not_collected(names, stages)
+    for name in names:
         if name not in missing:
             found = {of for nodeid, of in stages.items() if _is_of(nodeid, name)}
             assert found, f"{name} does not exist"
-            assert found <= {"nightly", "soak"}, f"{name} runs in {found}"
+            assert found <= allowed, f"{name} runs in {found}"
     _skip_if(missing)
 
 

@@ -37,9 +37,9 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch + 1 == WARM_UP:
-            self._begun_s = time.perf_counter()
+            self._start_s = time.perf_counter()
         if batch + 1 == WARM_UP + steps:
-            self.seconds = time.perf_counter() - self._begun_s
+            self.seconds = time.perf_counter() - self._start_s
 
 
 def strategy() -> tf.distribute.Strategy:
@@ -115,9 +115,9 @@ def by_hand() -> float:
             step(batches).numpy()
 
     loop(WARM_UP)
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     loop(steps)
-    return time.perf_counter() - begun_s
+    return time.perf_counter() - start_s
 
 
 if replicas > 1:

@@ -27,9 +27,9 @@ service = ServiceKeyValues()
 def median_s(act: Callable[[int], object], times: int = TIMES) -> float:
     taken = []
     for number in range(times):
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         act(number)
-        taken.append(time.perf_counter() - begun_s)
+        taken.append(time.perf_counter() - start_s)
     return statistics.median(taken)
 
 
@@ -39,15 +39,15 @@ if not role.is_chief:
         "put_s": median_s(lambda n: service.put(f"measured/{n}", "x" * 200)),
         "get_s": median_s(lambda n: service.get(f"measured/{n}", 60)),
     }
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda n: service.get(f"measured/{n % TIMES}", 60), range(8 * TIMES)))
-    told["get_in_turn_s"] = (time.perf_counter() - begun_s) / (8 * TIMES)
+    told["get_in_turn_s"] = (time.perf_counter() - start_s) / (8 * TIMES)
     service.put("large", "x" * LARGE_BYTES)
     told["bytes_per_s"] = LARGE_BYTES / median_s(lambda n: service.get("large", 60), 20)
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     service.delete("measured")  # including everything below it
-    told["delete_of_1000_s"] = time.perf_counter() - begun_s
+    told["delete_of_1000_s"] = time.perf_counter() - start_s
     assert service.put_first("measured/0", "anew"), "files below it were not deleted"
     Path(sys.argv[1]).write_text(json.dumps(told))
 workers.barrier("measured")

@@ -69,10 +69,10 @@ class Timed(keras.callbacks.Callback):
         self._between = between
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._begun_s = time.perf_counter()
+        self._start_s = time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.rates.append(steps / (time.perf_counter() - self._begun_s))
+        self.rates.append(steps / (time.perf_counter() - self._start_s))
         self._between()
 
 
@@ -115,11 +115,11 @@ def by_hand() -> Any:
     iterator = iter(coordinator.create_per_worker_dataset(data))
 
     def loop() -> float:
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(steps):
             coordinator.schedule(step, args=(iterator,))
         coordinator.join()
-        return steps / (time.perf_counter() - begun_s)
+        return steps / (time.perf_counter() - start_s)
 
     return loop
 
@@ -138,7 +138,7 @@ def accuracy() -> list[list[float]]:
 
 class Begun(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        (folder / "begun").touch()
+        (folder / "started").touch()
 
 
 def kills() -> list[int]:

@@ -225,7 +225,8 @@ class StepInstrumentation(gates.Gate):
         model = self.model
         if any(each.decides for each in (*self._requested, *self._installed)):
             gates.never_record_assignments(models.list_seeds(model))
-            gates.record_assignments([*model.non_trainable_variables, *model.metrics_variables])
+            if models.is_placed(model):
+                gates.record_assignments([*model.non_trainable_variables, *model.metrics_variables])
         for optimizer in models.list_optimizers(model).values():
             optimizers.add_gate(optimizer)
             gates.set_gate(optimizer, self)

@@ -65,10 +65,10 @@ class Child:
             self.sending = 0
         elif what == "begin" and value == "values":
             self.sending += 1
-            self._begin_s = time.monotonic()
+            self._start_s = time.monotonic()
         elif what == "end" and value == "values":
             self.sending -= 1
-            self.sent_s.append(time.monotonic() - self._begin_s)
+            self.sent_s.append(time.monotonic() - self._start_s)
 
     def hear_out(self) -> None:
         while True:

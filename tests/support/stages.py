@@ -11,8 +11,9 @@ STAGES = ("default", "ci", "nightly", "soak")
 ALL_STAGES = pytest.StashKey[dict[str, str]]()  # of all collected tests
 
 _FILE = tomllib.loads((Path(__file__).parents[1] / "promises.toml").read_text())
-PROMISES, NIGHTLY = _FILE["promise"], frozenset(_FILE["nightly"])
-_PROOFS = frozenset(name for promise in PROMISES for name in promise["default"])
+PROMISES = _FILE["promise"]
+QUICK, NIGHTLY = frozenset(_FILE["quick"]), frozenset(_FILE["nightly"])
+_BY_DEFAULT = QUICK.union(*(promise["default"] for promise in PROMISES))
 _SLOW = ("tf", "cluster", "stores")
 
 
@@ -22,7 +23,7 @@ def stage_of(item: pytest.Item) -> str:
     A test that loads TensorFlow, or starts workers or servers, is in the second stage unless
     `promises.toml` names it in the first one.
     """
-    if item.nodeid in _PROOFS:  # this exact case
+    if item.nodeid in _BY_DEFAULT:  # this exact case
         return STAGES[0]
     if marked := [stage for stage in STAGES if item.get_closest_marker(stage)]:
         return marked[-1]
@@ -30,5 +31,5 @@ def stage_of(item: pytest.Item) -> str:
     name = item.nodeid.partition("[")[0]
     if not NIGHTLY.isdisjoint((item.nodeid, name)):
         return "nightly"
-    is_proof = not _PROOFS.isdisjoint((name, name.partition("::")[0]))
-    return STAGES[is_slow and not is_proof]
+    is_named = not _BY_DEFAULT.isdisjoint((name, name.partition("::")[0]))
+    return STAGES[is_slow and not is_named]

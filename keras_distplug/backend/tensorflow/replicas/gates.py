@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,15 +226,19 @@ _recording: Current[Assigned] = Current()
 
 @contextmanager
 def recorded_assignments() -> Iterator[Assigned]:
-    """Records assignments to variables, except those of optimizers to the variables they train."""
+    """Records assignments to variables, except those of optimizers to the variables they train.
+
+    On a single device, these are all variables: Keras creates those of metrics and of unbuilt
+    layers in the first step. With replicas, `record_assignments` enables them.
+    """
     assigned = Assigned()
-    new_ones = _recorded_new_variables() if current_share() is None else nullcontext()
-    with _recording.at(assigned), new_ones:
+    _record_on_one_device()
+    with _recording.at(assigned):
         yield assigned
 
 
 def record_assignments(variables: Sequence[keras.Variable]) -> None:
-    """Enables the recording of assignments to `variables`."""
+    """Enables the recording of assignments that replicas make to `variables`."""
     for variable in variables:
         if attached(variable, _IsRecorded) is None:
             attach(variable, _IsRecorded(True))
@@ -252,25 +256,30 @@ def _recording_assign(
     variable: keras.Variable, stock: Callable[[Any], None]
 ) -> Callable[[Any], None]:
     def _direct_assign(value: Any) -> None:
-        flag = attached(variable, _IsRecorded)
-        if _recording.now is not None and (flag is None or flag.value):
-            _recording.now.note(variable)
+        _note(variable)
         stock(value)
 
     return _direct_assign
 
 
-@contextmanager
-def _recorded_new_variables() -> Iterator[None]:
-    """Records assignments to new variables: on a single device, Keras creates those of metrics and
-    of unbuilt layers in the first step."""
+@functools.cache
+def _record_on_one_device() -> None:
+    # For the whole life of the process: several threads may trace steps.
     stock = backend.Variable._direct_assign
 
     def _direct_assign(variable: keras.Variable, value: Any) -> None:
-        _recording_assign(variable, functools.partial(stock, variable))(value)
+        if current_share() is None:
+            _note(variable)
+        stock(variable, value)
 
-    with _UPSTREAM.patched(backend.Variable, "_direct_assign", _direct_assign):
-        yield
+    _UPSTREAM.patch(backend.Variable, "_direct_assign", _direct_assign)
+
+
+def _note(variable: keras.Variable) -> None:
+    if _recording.now is not None:
+        flag = attached(variable, _IsRecorded)
+        if flag is None or flag.value:
+            _recording.now.note(variable)
 
 
 def _local_part(variable: keras.Variable) -> tf.Variable:
