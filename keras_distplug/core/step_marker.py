@@ -11,8 +11,7 @@ import struct
 from pathlib import Path
 
 _SESSION_BYTES = 8
-_RECORD = struct.Struct(f"<{_SESSION_BYTES}sq")
-_STEP = struct.Struct("<q")
+_RECORD = struct.Struct(f"={_SESSION_BYTES}sq")
 
 
 class StepMarker:
@@ -31,11 +30,12 @@ class StepMarker:
         with open(path, "w+b") as file:
             file.write(_RECORD.pack(_shortened(session), step))
             file.flush()
-            self._memory = mmap.mmap(file.fileno(), _RECORD.size)
+            self._numbers = memoryview(mmap.mmap(file.fileno(), _RECORD.size)).cast("q")
 
     def store(self, step: int) -> None:
         """Stores a step. Takes less than a microsecond."""
-        _STEP.pack_into(self._memory, _SESSION_BYTES, step)
+        # All at once: `struct` would set it to zero first, and a kill may come in between.
+        self._numbers[1] = step
 
 
 def read(path: Path, session: str | None = None) -> int | None:

@@ -19,7 +19,6 @@ import mmap
 import os
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -28,7 +27,8 @@ from pathlib import Path
 
 _LOOK_SECS = 0.5
 _DYING_SECS = 10.0  # for a core file
-_NOTE = struct.Struct("dd")  # the time at which Python last ran, and the limit in seconds
+_RAN, _LIMIT = 0, 1  # places in the note: when Python last ran, and the limit, both in seconds
+_NOTE_BYTES = 16
 
 
 class Sentinel:
@@ -43,7 +43,7 @@ class Sentinel:
 
     def __init__(self, worker: str, limit_s: float) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._note: mmap.mmap | None = None
+        self._note: memoryview[float] | None = None
         # If Python is embedded in another program, `sys.executable` is that program, or empty.
         if not sys.executable or hasattr(sys, "frozen") or not Path("/proc/self/stat").exists():
             return
@@ -55,8 +55,8 @@ class Sentinel:
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)
         try:
-            os.truncate(file, _NOTE.size)
-            self._note = mmap.mmap(file, _NOTE.size)
+            os.truncate(file, _NOTE_BYTES)
+            self._note = memoryview(mmap.mmap(file, _NOTE_BYTES)).cast("d")
             self.say(limit_s)
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(file), worker],
@@ -76,7 +76,10 @@ class Sentinel:
     def say(self, limit_s: float) -> None:
         """Notes that Python runs, and must run again within `limit_s` seconds."""
         if self._note is not None:
-            _NOTE.pack_into(self._note, 0, time.monotonic(), limit_s)
+            # The sentinel may look at any time. A number is stored all at once, while `struct`
+            # would set both to zero first. The limit comes last: see `_read`.
+            self._note[_RAN] = time.monotonic()
+            self._note[_LIMIT] = limit_s
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -93,18 +96,25 @@ def main(pid: int, file: int, worker: str) -> None:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    note = mmap.mmap(file, _NOTE.size, access=mmap.ACCESS_READ)
+    note = memoryview(mmap.mmap(file, _NOTE_BYTES, access=mmap.ACCESS_READ)).cast("d")
     ran_before, quiet_s, looked = 0.0, 0.0, time.monotonic()
     while not select.select([process], [], [], _LOOK_SECS)[0]:
         now = time.monotonic()
         # A stop of the whole process group stops the sentinel, too: do not count that time.
         quiet_s, looked = quiet_s + min(now - looked, 2 * _LOOK_SECS), now
-        ran, limit_s = _NOTE.unpack_from(note)
+        ran, limit_s = _read(note)
         if ran != ran_before or _is_stopped(pid):
             ran_before, quiet_s = ran, 0.0
         elif quiet_s > limit_s:
             _end(process, worker, quiet_s)
             return
+
+
+def _read(note: memoryview[float]) -> tuple[float, float]:
+    """Returns when Python last ran, and the limit that was given then or earlier. A newer one may
+    be shorter, and would make a save that has just ended look like a hang."""
+    limit_s = note[_LIMIT]
+    return note[_RAN], limit_s
 
 
 def _end(process: int, worker: str, quiet_s: float) -> None:

@@ -40,6 +40,31 @@ def test_killed(tmp_path: Path) -> None:
     assert step_marker.read(tmp_path / "marker", "a") == 7
 
 
+def test_killed_at_any_time(tmp_path: Path) -> None:
+    """At no time does the memory hold a number that is not a step."""
+    code = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from keras_distplug.core.step_marker import StepMarker\n"
+        "reader, steps = os.getpid(), (0x0101010101, 0x0202020202)\n"
+        "marker = StepMarker(Path(sys.argv[1]), 'a', steps[0])\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    while os.getppid() == reader:\n"
+        "        for step in steps: marker.store(step)\n"
+        "    os._exit(0)\n"
+        "found, until_s = set(), time.monotonic() + 1\n"
+        "while len(found) < 2 or time.monotonic() < until_s:\n"
+        "    found.update(marker._numbers[1] for _ in range(10_000))\n"
+        "os.kill(pid, 9)\n"
+        "assert found == set(steps), found\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "marker")]
+    done = subprocess.run(
+        command, env=environment(), timeout=60, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_unknown(tmp_path: Path) -> None:
     """Without a file, or with another file in its place, the step is unknown."""
     assert step_marker.read(tmp_path / "marker") is None

@@ -79,6 +79,39 @@ def test_stopped() -> None:
     assert select.select([sentinel], [], [], 20)[0], "the sentinel is still there"
 
 
+READING = """
+import os, sys, time
+from keras_distplug.hang import sentinel
+
+reader, start = os.getpid(), time.monotonic()
+watched = sentinel.Sentinel("worker-1", start)
+watched.close()
+if (pid := os.fork()) == 0:
+    while os.getppid() == reader:
+        watched.say(time.monotonic())
+    os._exit(0)
+ran = count = 0
+while count < 100_000 or ran < start + 1:
+    ran, limit_s = sentinel._read(watched._note)
+    assert start <= limit_s <= ran, (start, limit_s, ran)
+    count += 1
+os.kill(pid, 9)
+"""
+
+
+def test_read_at_any_time() -> None:
+    """Whenever the sentinel looks, it sees a time, and a limit that is not newer than that."""
+    done = subprocess.run(
+        [sys.executable, "-c", READING],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_killed() -> None:
     """The sentinel does not survive its process."""
     process = run("signal.pause()")
