@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.data import python_sources  # noqa: E402
+from keras_distplug.data.position import Positioned  # noqa: E402
 from keras_distplug.python_state import object_states  # noqa: E402
 
 EPOCHS, SAMPLES, BATCH = 3, 32, 8
@@ -330,6 +332,28 @@ def test_draws_in_several_workers(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     model = small.model()
     model.fit(Noisy(workers=2), epochs=1, verbose=0, callbacks=[backup(tmp_path)])
     assert "Noisy draws random numbers or changes its state while it makes batches" in caplog.text
+
+
+def test_order_that_keras_draws() -> None:
+    """Without a seed, Keras draws the order of a pass from Python's generator when the pass starts.
+    A resumed pass keeps that order, whatever was drawn since."""
+
+    def positioned(*, shuffle: bool) -> Positioned:
+        return Positioned(python_sources.PyData(Data(), shuffle=shuffle, seed=None))
+
+    def read(data: Positioned) -> list[bytes]:
+        return [x.numpy().tobytes() for x, _ in data]
+
+    random.seed(3)
+    whole = positioned(shuffle=True)
+    started_with = json.loads(json.dumps(whole.variables(in_pass=False)))
+    expected, in_order = read(whole), read(positioned(shuffle=False))
+    assert sorted(expected) == sorted(in_order)
+    assert expected != in_order
+    random.seed(4)
+    resumed = positioned(shuffle=True)
+    resumed.begin_at(0, 1, variables=started_with)
+    assert read(resumed) == expected[1:]
 
 
 def test_epochs_that_end_within_a_pass() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -314,28 +313,6 @@ def test_skipped_batches_are_not_requested(workers: int) -> None:
     data.begin_at(1, 990)
     found = [int(batch[0][0, 0]) for batch in data]
     assert found == sorted(given.asked) == list(range(990, 1000))
-
-
-def test_order_that_keras_draws() -> None:
-    """Without a seed, Keras draws the order of a pass from Python's generator when the pass starts.
-    A resumed pass keeps that order, whatever was drawn since."""
-    strategy = tf.distribute.get_strategy()
-
-    def made() -> Positioned:
-        return Positioned(python_sources.PyData(inputs.Batches(), shuffle=True, seed=None))
-
-    random.seed(3)
-    whole = made()
-    started_with = json.loads(json.dumps(whole.variables(in_pass=False)))
-    expected, in_order = (
-        a_pass(whole, strategy),
-        a_pass(positioned("PyDataset in order", strategy), strategy),
-    )
-    assert sorted(expected) == sorted(in_order) != expected != in_order
-    random.seed(4)
-    data = made()
-    data.begin_at(0, 3, variables=started_with)
-    assert a_pass(data, strategy) == expected[3:]
 
 
 def test_workers_end_with_their_iterator() -> None:
