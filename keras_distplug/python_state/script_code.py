@@ -94,10 +94,24 @@ def mentioned_names(code: types.CodeType) -> Iterator[str]:
 def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str]:
     """Returns names of attributes, or of globals, that a function or one within it assigns."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    own: set[str] = set()
-    if dis.opmap[operation] in code.co_code[::2]:  # most functions assign none
-        own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
+    own: Iterable[str] = ()
+    if dis.opmap[operation] in code.co_code[::2]:  # most functions assign nothing
+        own = _operands(code, operation)
     return frozenset(own).union(*(stored(each, operation) for each in inner))
+
+
+def _operands(code: types.CodeType, operation: str) -> Iterator[str]:
+    """Yields the operands of an operation on names. `dis` takes nine times as long."""
+    wanted = dis.opmap[operation]
+    if wanted not in dis.hasname:
+        yield from (e.argval for e in dis.get_instructions(code) if e.opname == operation)
+        return
+    high = 0
+    for each, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        index = high | low
+        if each == wanted:
+            yield code.co_names[index]
+        high = index << 8 if each == dis.EXTENDED_ARG else 0
 
 
 def attributes_set_by_script(owners: Iterable[Any]) -> set[str]:
