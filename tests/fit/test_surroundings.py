@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from support.processes import Process  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 
-# Trains in a folder, or in plain Keras; the first time, it is killed in the second epoch.
+# Trains in plain Keras, or in one folder after the other; it may be killed in the second epoch.
 SCRIPT = """
 import json, os, signal, sys
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -64,29 +64,31 @@ def train(folder, kills=False):
 
 
 if __name__ == "__main__":
-    folder, kills = sys.argv[1] or None, sys.argv[2] == "kill"
-    print("END", json.dumps(train(folder, kills)))
+    kills, *folders = sys.argv[1:]
+    for folder in folders or [None]:
+        print("END", json.dumps(train(folder, kills == "kill")))
 """
 
 
-def run(script: Path, *given: str) -> tuple[int, str]:
-    with Process([*given[:-2], str(script), *given[-2:]], dict(os.environ)) as process:
+def run(script: Path, *given: str, options: Sequence[str] = ()) -> tuple[int, str]:
+    with Process([*options, str(script), *given], dict(os.environ)) as process:
         return process.wait(120), process.output()
 
 
 def test_warnings_as_errors(tmp_path: Path) -> None:
     """With `python -W error`, neither our code nor the code that it calls turns a warning into a
-    failure."""
-    script, folder = tmp_path / "train.py", str(tmp_path / "runs")
+    failure, in a new run and in a resumed one."""
+    script, killed, new = tmp_path / "train.py", str(tmp_path / "killed"), str(tmp_path / "new")
     script.write_text(SCRIPT)
-    code, plain = run(script, "", "-")
+    code, plain = run(script, "-")
     assert code == 0, plain
-    assert run(script, "-W", "error", folder, "kill")[0] == -9
-    code, resumed = run(script, "-W", "error", folder, "-")
-    assert code == 0, resumed
-    assert "resuming at epoch 2/3, batch 3" in resumed
-    assert "Warning" not in resumed
-    assert resumed.splitlines()[-1] == plain.splitlines()[-1]
+    assert run(script, "kill", killed)[0] == -9
+    code, trained = run(script, "-", new, killed, options=("-W", "error"))
+    assert code == 0, trained
+    assert "resuming at epoch 2/3, batch 3" in trained
+    assert "Warning" not in trained
+    results = [line for line in trained.splitlines() if line.startswith("END")]
+    assert results == plain.splitlines()[-1:] * 2
 
 
 def spawned(script: Path, folder: str, kills: bool) -> Any:
@@ -115,7 +117,7 @@ def test_spawned(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     assert spawned(script, folder, True) == -9
     batches, weights = spawned(script, folder, False)
-    code, plain = run(script, "", "-")
+    code, plain = run(script, "-")
     assert code == 0, plain
     assert [batches, weights] == json.loads(plain.splitlines()[-1].removeprefix("END "))
 

@@ -525,26 +525,26 @@ def samples(factor: float = 1, absent: bool = False, batch: int = BATCH) -> tf.d
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).with_options(options)
 
 
-def test_outlier_norm() -> None:
+@pytest.mark.parametrize("strategy", ["one", "mirrored"])
+def test_outlier_norm(strategy: str) -> None:
     """With `max_score`, an update whose norm is an outlier is skipped."""
-    for strategy in ("one", "mirrored"):
-        well, guarded = Guarded(10.0), Guarded(10.0)
-        bare = model_under(strategy).fit(samples(1), verbose=0).model
-        assert bits(model_under(strategy).fit(samples(1), verbose=0, callbacks=[well]).model) == (
-            bits(bare)
-        )
-        assert well.faults == []
-        spiked = model_under(strategy).fit(samples(100), verbose=0, callbacks=[guarded]).model
-        absent = model_under(strategy).fit(samples(1, absent=True), verbose=0).model
-        assert bits(spiked) == bits(absent)
-        assert {batch for batch, _ in guarded.faults} == {50}
-        assert all(fault.score > 10 and fault.is_finite for _, fault in guarded.faults)
-        assert all(fault.loss_score > 10 for _, fault in guarded.faults)
-        known = guarded.gate.windows()
-        assert {what: len(each) for what, each in known.items()} == {
-            "optimizer, norms": 59,
-            "optimizer, losses": 59,
-        }
+    well, guarded = Guarded(10.0), Guarded(10.0)
+    bare = model_under(strategy).fit(samples(1), verbose=0).model
+    assert bits(model_under(strategy).fit(samples(1), verbose=0, callbacks=[well]).model) == (
+        bits(bare)
+    )
+    assert well.faults == []
+    spiked = model_under(strategy).fit(samples(100), verbose=0, callbacks=[guarded]).model
+    absent = model_under(strategy).fit(samples(1, absent=True), verbose=0).model
+    assert bits(spiked) == bits(absent)
+    assert {batch for batch, _ in guarded.faults} == {50}
+    assert all(fault.score > 10 and fault.is_finite for _, fault in guarded.faults)
+    assert all(fault.loss_score > 10 for _, fault in guarded.faults)
+    known = guarded.gate.windows()
+    assert {what: len(each) for what, each in known.items()} == {
+        "optimizer, norms": 59,
+        "optimizer, losses": 59,
+    }
 
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
