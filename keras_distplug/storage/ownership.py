@@ -301,9 +301,10 @@ def _release_at_exit() -> None:
 
 
 def _release_all() -> None:
-    """Releases all directories at exit, after saves in progress have ended."""
+    """Releases all directories at exit, after saves in progress have ended; waits for threads that
+    do."""
     for (pid, _), owned in list(_held.items()):
-        if pid == os.getpid() and not owned.is_released:
+        if pid == os.getpid():
             with contextlib.suppress(TimeoutError, RuntimeError):
                 within(_LAST_SECS, owned.release, "keras_distplug-release")
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from support.owners import HERE, PATIENT, require_one_winner, silent
 from keras_distplug.core.errors import CheckpointError, FencedError, InUseError, SaveError
 from keras_distplug.core.process import Process, is_alive, this_process
 from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.core.threads import run_in_daemon
 from keras_distplug.storage import ownership, runs
 from keras_distplug.storage.commit import Writer
 from keras_distplug.storage.files import Files, open_files
@@ -162,6 +164,31 @@ def test_released(tmp_path: Path) -> None:
     files = open_files(tmp_path)
     ownership.claim(files, silent).release()
     ownership.claim(files, silent, here=ELSEWHERE).release()
+
+
+def test_exit_during_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit of a process waits for a release that another thread has started."""
+    files = open_files(tmp_path)
+    monkeypatch.setattr(ownership, "_held", {})
+    owned = ownership.claim(files, silent)
+    is_writing, may_write = threading.Event(), threading.Event()
+    stock = type(files).create
+
+    def create(self: Files, path: str, parts: list[bytes]) -> None:
+        is_writing.set()
+        assert may_write.wait(30)
+        stock(self, path, parts)
+
+    monkeypatch.setattr(type(files), "create", create)
+    releases = run_in_daemon(owned.release, "release")
+    assert is_writing.wait(30)
+    exits = run_in_daemon(ownership._release_all, "exit")
+    with pytest.raises(TimeoutError):
+        exits.result(0.2)
+    may_write.set()
+    exits.result(30)
+    assert (tmp_path / FOLDER / "0001.released").exists()
+    releases.result(30)
 
 
 @pytest.mark.parametrize(
