@@ -301,9 +301,9 @@ def _release_at_exit() -> None:
 
 
 def _release_all() -> None:
-    """Releases all directories at exit, after saves in progress have ended; waits for threads that
-    do."""
+    """Releases all directories at exit, after saves in progress have ended."""
     for (pid, _), owned in list(_held.items()):
+        # Even if it counts as released: another thread may still be writing that.
         if pid == os.getpid():
             with contextlib.suppress(TimeoutError, RuntimeError):
                 within(_LAST_SECS, owned.release, "keras_distplug-release")
