@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import io
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,6 +24,13 @@ import keras_distplug as kd  # noqa: E402
 
 Callback = keras.callbacks.Callback
 EPOCHS = 3
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Trackers set variables, which processes that later tests start would inherit."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 class StopFlushed(small.Stop):

@@ -159,7 +159,7 @@ def test_checkpoints_in_s3(env: dict[str, str], tmp_path: Path) -> None:
         store = s3_of(place)
         there = [each for each in store.find(url) if each.endswith("/MANIFEST.json")]
     assert f"new run {url}/run-0001" in printed
-    assert "checkpoint step-00000072: resuming at epoch 4/6, step 72" in printed
+    assert "checkpoint final-00000072: resuming at epoch 4/6, step 72" in printed
     assert epochs_in(printed) == [1, 2, 3, 4, 5, 6]
     assert "after 6 epochs" in printed
     assert accuracy(printed) > GOOD

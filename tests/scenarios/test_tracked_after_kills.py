@@ -54,7 +54,8 @@ def start(env: dict[str, str], folder: Path, started: list[Watched], *arguments:
 
 def marked(folder: Path) -> int:
     """Returns the last step that wandb may have received."""
-    marks = folder.rglob("log/trackers/wandb/*.*")
+    # Not `**`, which would list the directories of checkpoints while the training deletes them.
+    marks = folder.glob("runs/tracked/*/log/trackers/wandb/*.*")
     return max((int(each.stem) for each in marks if each.suffix in (".step", ".epoch")), default=-1)
 
 
@@ -119,7 +120,12 @@ def test_callbacks_of_trackers(env: dict[str, str], tmp_path: Path, started: lis
     run after a kill; RunLog logs no step twice there, either."""
     mlflow = MlflowFile(tmp_path / "mlflow.db")
     killed = start(env, tmp_path, started, "--epochs", "100000", "--callbacks")
-    killed.await_(lambda: len(mlflow.steps("distplug/step")) > 2, TIMEOUT_S)
+
+    def has_logged() -> bool:  # wandb writes its file by blocks
+        in_wandb = any(each.steps for each in wandb_files(tmp_path))
+        return in_wandb and len(mlflow.steps("distplug/step")) > 2
+
+    killed.await_(has_logged, TIMEOUT_S)
     killed.kill()
     before = len(mlflow.steps("val_loss"))
     printed = finish(env, tmp_path, started, "--callbacks")
