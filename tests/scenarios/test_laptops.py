@@ -36,7 +36,7 @@ def test_interrupted(system: str, tmp_path: Path) -> None:
     """Training resumes mid-epoch, bit-identical to plain Keras, and the commands handle the run."""
     interrupted = run(system, tmp_path, "interrupted")
     assert "KeyboardInterrupt" in interrupted.stderr
-    # Otherwise the next process, which cannot check if this one is alive, would wait for 60 s.
+    # Otherwise the next process, which cannot check whether this one is alive, would wait for 60 s.
     assert [*tmp_path.glob("runs/**/.owner/*.released")]
     resumed = run(system, tmp_path, "resumed")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

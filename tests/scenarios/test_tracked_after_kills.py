@@ -121,7 +121,7 @@ def test_callbacks_of_trackers(env: dict[str, str], tmp_path: Path, started: lis
     mlflow = MlflowFile(tmp_path / "mlflow.db")
     killed = start(env, tmp_path, started, "--epochs", "100000", "--callbacks")
 
-    def has_logged() -> bool:  # wandb writes its file by blocks
+    def has_logged() -> bool:  # wandb writes its file in blocks
         in_wandb = any(each.steps for each in wandb_files(tmp_path))
         return in_wandb and len(mlflow.steps("distplug/step")) > 2
 
